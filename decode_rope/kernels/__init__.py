@@ -1,0 +1,1 @@
+"""Triton kernels. Nothing here imports torch; launching them is `prepared`'s job."""
