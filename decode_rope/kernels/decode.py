@@ -1,0 +1,256 @@
+"""The decode kernel: one launch rotates Q and K and writes K and V into their slots.
+
+A program handles one tile of Q rows, of K rows or of V rows (a row is one head of one token), so that Q never waits for the
+block table and V never waits for the rotation. The grid is 1-D: first the Q tiles, then K, then V.
+It moves, per token, 2·Hq·D + 2·Hkv·(D + Dv) elements and one fp32 row of the table, plus the index entries.
+It writes only `q_out`, `k_out`, the addressed cache slots, and on a fault the fault record.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .rotation import (
+    POSITION,
+    copy_span,
+    load_cos_sin,
+    load_index,
+    load_pairs,
+    load_span,
+    locate,
+    report_faults,
+    rotate_pairs,
+    row_pointers,
+    store_pairs,
+    store_span,
+    tile_rows,
+    turns,
+)
+
+POINTERS = (
+    "q_ptr",
+    "k_ptr",
+    "v_ptr",
+    "q_out_ptr",
+    "k_out_ptr",
+    "k_cache_ptr",
+    "v_cache_ptr",
+    "cos_sin_ptr",
+    "positions_ptr",
+    "cache_positions_ptr",
+    "index_ptr",
+    "faults_ptr",
+)
+# Strides are in elements; `index_len` is the block table's width, or the number of slots.
+INTEGERS = (
+    "index_len",
+    "stride_index",
+    "num_tokens",
+    "max_position",
+    "num_pages",
+    "stride_q_t",
+    "stride_q_h",
+    "stride_k_t",
+    "stride_k_h",
+    "stride_v_t",
+    "stride_v_h",
+    "stride_qo_t",
+    "stride_qo_h",
+    "stride_ko_t",
+    "stride_ko_h",
+    "stride_kc_p",
+    "stride_kc_t",
+    "stride_kc_h",
+    "stride_vc_p",
+    "stride_vc_t",
+    "stride_vc_h",
+)
+
+
+@triton.jit
+def _q_tile(
+    block, group, q_ptr, q_out_ptr, cos_sin_ptr, positions_ptr, faults_ptr, num_tokens, max_position,
+    stride_q_t, stride_q_h, stride_qo_t, stride_qo_h,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, Q_OUT: tl.constexpr, REPORT: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr,
+    SOFT: tl.constexpr,
+):  # fmt: skip
+    token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH)
+    src = row_pointers(q_ptr, token * stride_q_t + head * stride_q_h, ALIGN)
+    dst = row_pointers(q_out_ptr, token * stride_qo_t + head * stride_qo_h, ALIGN)
+    if R > 0:
+        if not PREFETCH:
+            x1, x2 = load_pairs(src, ok, R, NEOX)
+        pos = load_index(positions_ptr, token, num_tokens)
+        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT)
+        if PREFETCH:
+            gdc_wait()
+            x1, x2 = load_pairs(src, ok, R, NEOX)
+        y1, y2 = rotate_pairs(x1, x2, c, s, turns(pos, max_position, head), q_out_ptr.dtype.element_ty, SOFT)
+        store_pairs(dst, ok, y1, y2, R, NEOX)
+        if REPORT:
+            report_faults(faults_ptr, token, tl.where(pos >= max_position, POSITION, 0), pos, group, head, BT)
+    elif PREFETCH:
+        gdc_wait()
+    if Q_OUT and R < D:
+        copy_span(src, dst, ok, ok, R, D - R)
+
+
+@triton.jit
+def _k_tile(
+    block, group, k_ptr, k_out_ptr, k_cache_ptr, cos_sin_ptr, positions_ptr, cache_positions_ptr, index_ptr, faults_ptr,
+    index_len, stride_index, num_tokens, max_position, num_pages,
+    stride_k_t, stride_k_h, stride_ko_t, stride_ko_h, stride_kc_p, stride_kc_t, stride_kc_h,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+    TOKENS_PER_REQUEST: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, K_OUT: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr,
+    SOFT: tl.constexpr,
+):  # fmt: skip
+    token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH)
+    src = row_pointers(k_ptr, token * stride_k_t + head * stride_k_h, ALIGN)
+    out = row_pointers(k_out_ptr, token * stride_ko_t + head * stride_ko_h, ALIGN)
+    if R > 0 and not PREFETCH:
+        x1, x2 = load_pairs(src, ok, R, NEOX)
+    pos = load_index(positions_ptr, token, num_tokens)
+    page, offset, writes, kind, value = locate(
+        token, pos, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages, max_position,
+        PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS,
+    )  # fmt: skip
+    slot = row_pointers(k_cache_ptr, page * stride_kc_p + offset * stride_kc_t + head * stride_kc_h, ALIGN)
+    live = ok & (head * 0 + writes > 0)
+    if R > 0:
+        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT)
+        if PREFETCH:
+            gdc_wait()
+            x1, x2 = load_pairs(src, ok, R, NEOX)
+        y1, y2 = rotate_pairs(x1, x2, c, s, turns(pos, max_position, head), k_cache_ptr.dtype.element_ty, SOFT)
+        store_pairs(slot, live, y1, y2, R, NEOX)
+        if K_OUT:
+            store_pairs(out, ok, y1, y2, R, NEOX)
+    elif PREFETCH:
+        gdc_wait()
+    if R < D:
+        tail = load_span(src, ok, R, D - R)
+        store_span(slot, live, tail, R, D - R)
+        if K_OUT:
+            store_span(out, ok, tail, R, D - R)
+    report_faults(faults_ptr, token, kind, value, group, head, BT)
+
+
+@triton.jit
+def _v_tile(
+    block, group, v_ptr, v_cache_ptr, positions_ptr, cache_positions_ptr, index_ptr,
+    index_len, stride_index, num_tokens, max_position, num_pages,
+    stride_v_t, stride_v_h, stride_vc_p, stride_vc_t, stride_vc_h,
+    H: tl.constexpr, DV: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+    TOKENS_PER_REQUEST: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr,
+    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH)
+    src = row_pointers(v_ptr, token * stride_v_t + head * stride_v_h, ALIGN)
+    if not PREFETCH:
+        x = load_span(src, ok, 0, DV)
+    pos = load_index(positions_ptr, token, num_tokens)
+    page, offset, writes, kind, value = locate(
+        token, pos, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages, max_position,
+        PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS,
+    )  # fmt: skip
+    slot = row_pointers(v_cache_ptr, page * stride_vc_p + offset * stride_vc_t + head * stride_vc_h, ALIGN)
+    if PREFETCH:
+        gdc_wait()
+        x = load_span(src, ok, 0, DV)
+    store_span(slot, ok & (head * 0 + writes > 0), x, 0, DV)
+
+
+@triton.jit(do_not_specialize=[*POINTERS, *INTEGERS])
+def decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    cache_positions_ptr,
+    index_ptr,
+    faults_ptr,
+    index_len: tl.int64,
+    stride_index: tl.int64,
+    num_tokens: tl.int64,
+    max_position: tl.int64,
+    num_pages: tl.int64,
+    stride_q_t: tl.int64,
+    stride_q_h: tl.int64,
+    stride_k_t: tl.int64,
+    stride_k_h: tl.int64,
+    stride_v_t: tl.int64,
+    stride_v_h: tl.int64,
+    stride_qo_t: tl.int64,
+    stride_qo_h: tl.int64,
+    stride_ko_t: tl.int64,
+    stride_ko_h: tl.int64,
+    stride_kc_p: tl.int64,
+    stride_kc_t: tl.int64,
+    stride_kc_h: tl.int64,
+    stride_vc_p: tl.int64,
+    stride_vc_t: tl.int64,
+    stride_vc_h: tl.int64,
+    HQ: tl.constexpr,  # query heads
+    HKV: tl.constexpr,  # KV heads; 0: rotate Q only
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    R: tl.constexpr,  # rotary_dim; 0: NoPE
+    NEOX: tl.constexpr,
+    PAGED: tl.constexpr,  # index is a block table, else a slot mapping
+    PAGE: tl.constexpr,
+    TOKENS_PER_REQUEST: tl.constexpr,
+    OWN_CACHE_POSITIONS: tl.constexpr,
+    Q_OUT: tl.constexpr,  # Q goes to its own tensor, so its unrotated tail is copied too
+    K_OUT: tl.constexpr,
+    ALIGN: tl.constexpr,  # bytes every row of q, k, v, outputs and caches is aligned to
+    ALIGN_TABLE: tl.constexpr,
+    BTQ: tl.constexpr,
+    BHQ: tl.constexpr,
+    BTK: tl.constexpr,
+    BHK: tl.constexpr,
+    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,  # read positions, index and table before the PDL wait
+    SOFT: tl.constexpr,  # integer rounding to bf16, for the interpreter
+):
+    # A dependent kernel waits for our completion before it reads, so it may be scheduled from here on: worth 0.2-0.4 us at
+    # small grids (H200).
+    if PDL:
+        gdc_launch_dependents()
+        if not PREFETCH:
+            gdc_wait()
+    NQ: tl.constexpr = (HQ + BHQ - 1) // BHQ
+    NK: tl.constexpr = (HKV + BHK - 1) // BHK
+    pid = tl.program_id(0).to(tl.int64)
+    q_tiles = ((num_tokens + BTQ - 1) // BTQ) * NQ
+    if HKV == 0 or pid < q_tiles:
+        _q_tile(
+            pid // NQ, pid % NQ, q_ptr, q_out_ptr, cos_sin_ptr, positions_ptr, faults_ptr, num_tokens, max_position,
+            stride_q_t, stride_q_h, stride_qo_t, stride_qo_h,
+            HQ, D, R, NEOX, Q_OUT, HKV == 0, ALIGN, ALIGN_TABLE, BTQ, BHQ, PREFETCH, SOFT,
+        )  # fmt: skip
+    else:
+        k_tiles = ((num_tokens + BTK - 1) // BTK) * NK
+        tile = pid - q_tiles
+        if tile < k_tiles:
+            _k_tile(
+                tile // NK, tile % NK, k_ptr, k_out_ptr, k_cache_ptr, cos_sin_ptr, positions_ptr, cache_positions_ptr,
+                index_ptr, faults_ptr, index_len, stride_index, num_tokens, max_position, num_pages,
+                stride_k_t, stride_k_h, stride_ko_t, stride_ko_h, stride_kc_p, stride_kc_t, stride_kc_h,
+                HKV, D, R, NEOX, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, K_OUT,
+                ALIGN, ALIGN_TABLE, BTK, BHK, PREFETCH, SOFT,
+            )  # fmt: skip
+        else:
+            tile -= k_tiles
+            _v_tile(
+                tile // NK, tile % NK, v_ptr, v_cache_ptr, positions_ptr, cache_positions_ptr, index_ptr,
+                index_len, stride_index, num_tokens, max_position, num_pages,
+                stride_v_t, stride_v_h, stride_vc_p, stride_vc_t, stride_vc_h,
+                HKV, DV, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, ALIGN, BTK, BHK, PREFETCH,
+            )  # fmt: skip

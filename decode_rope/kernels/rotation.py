@@ -1,0 +1,205 @@
+"""Jitted pieces shared by the kernels: which bytes a tile reads, how a pair rotates, where a token's slot is.
+
+A tile is a set of rows, one row per (token, head); `row_ptr` is a `[ROWS, 1]` block of pointers to the first element of each
+row. When a tile holds one token, `token`, `pos` and everything derived from them are scalars, so the loads stay scalar;
+otherwise they are `[ROWS, 1]` blocks. All index arithmetic is 64-bit.
+"""
+
+import triton
+import triton.language as tl
+
+# Fault kinds, as `faults.py` and `reference.py` number them.
+POSITION = tl.constexpr(1)
+COLUMN = tl.constexpr(2)
+PAGE_ID = tl.constexpr(3)
+SLOT = tl.constexpr(4)
+
+
+@triton.jit
+def row_pointers(ptr, offset, ALIGN: tl.constexpr):
+    """`ptr + offset`, known to be ALIGN-byte aligned. The compiler keeps this hint on a sum and drops it on an argument."""
+    return tl.multiple_of(ptr + offset, [ALIGN, 1])
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr, SOFT: tl.constexpr):
+    """fp32 to `dtype`, to nearest even. SOFT does it in integers, because the interpreter truncates fp32 to bf16."""
+    if SOFT and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        quiet_nan = (bits >> 16) | 0x40
+        return tl.where(x == x, rounded, quiet_nan).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def load_pairs(row_ptr, row_ok, R: tl.constexpr, NEOX: tl.constexpr):
+    """The two members of every rotated pair, each `[ROWS, next_power_of_2(R/2)]`."""
+    HALF: tl.constexpr = R // 2
+    P: tl.constexpr = triton.next_power_of_2(HALF)
+    if NEOX:
+        d = tl.arange(0, P)[None, :]
+        ok = row_ok & (d < HALF)
+        x1 = tl.load(row_ptr + d, mask=ok, other=0.0)
+        x2 = tl.load(row_ptr + HALF + d, mask=ok, other=0.0)
+        return x1, x2
+    else:
+        d = tl.arange(0, 2 * P)[None, :]
+        x = tl.load(row_ptr + d, mask=row_ok & (d < R), other=0.0)
+        return tl.split(tl.reshape(x, [x.shape[0], P, 2]))
+
+
+@triton.jit
+def store_pairs(row_ptr, row_ok, y1, y2, R: tl.constexpr, NEOX: tl.constexpr):
+    HALF: tl.constexpr = R // 2
+    P: tl.constexpr = triton.next_power_of_2(HALF)
+    if NEOX:
+        d = tl.arange(0, P)[None, :]
+        ok = row_ok & (d < HALF)
+        tl.store(row_ptr + d, y1, mask=ok)
+        tl.store(row_ptr + HALF + d, y2, mask=ok)
+    else:
+        d = tl.arange(0, 2 * P)[None, :]
+        y = tl.reshape(tl.join(y1, y2), [y1.shape[0], 2 * P])
+        tl.store(row_ptr + d, y, mask=row_ok & (d < R))
+
+
+@triton.jit
+def load_span(row_ptr, row_ok, START: tl.constexpr, N: tl.constexpr):
+    """Elements START … START + N of every row, `[ROWS, next_power_of_2(N)]`, in their own dtype."""
+    d = tl.arange(0, triton.next_power_of_2(N))[None, :]
+    return tl.load(row_ptr + START + d, mask=row_ok & (d < N), other=0.0)
+
+
+@triton.jit
+def store_span(row_ptr, row_ok, x, START: tl.constexpr, N: tl.constexpr):
+    d = tl.arange(0, triton.next_power_of_2(N))[None, :]
+    tl.store(row_ptr + START + d, x, mask=row_ok & (d < N))
+
+
+@triton.jit
+def copy_span(src_row_ptr, dst_row_ptr, src_ok, dst_ok, START: tl.constexpr, N: tl.constexpr):
+    store_span(dst_row_ptr, dst_ok, load_span(src_row_ptr, src_ok, START, N), START, N)
+
+
+@triton.jit
+def load_cos_sin(cos_sin_ptr, pos, max_position, head, R: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr):
+    """cos and sin of `pos`, `[ROWS, next_power_of_2(R/2)]`; a position outside the table reads its nearest row.
+
+    The pointers span the full tile: a `[1, P]` load broadcast afterwards would go through shared memory and a barrier.
+    """
+    HALF: tl.constexpr = R // 2
+    P: tl.constexpr = triton.next_power_of_2(HALF)
+    d = tl.arange(0, P)[None, :]
+    row = tl.minimum(tl.maximum(pos, 0), max_position - 1)
+    if BT == 1:
+        ptr = tl.multiple_of(cos_sin_ptr + row * R, ALIGN) + head * 0
+    else:
+        ptr = row_pointers(cos_sin_ptr, row * R, ALIGN)
+    if P == HALF:
+        return tl.load(ptr + d), tl.load(ptr + HALF + d)
+    else:
+        ok = (head >= 0) & (d < HALF)
+        return tl.load(ptr + d, mask=ok, other=0.0), tl.load(ptr + HALF + d, mask=ok, other=0.0)
+
+
+@triton.jit
+def turns(pos, max_position, head):
+    """Whether a row's token has a position in the table, `[ROWS, 1]`."""
+    # Adding a block first keeps the compare a block: the interpreter cannot splat a scalar i1.
+    row_pos = pos + head * 0
+    return (row_pos >= 0) & (row_pos < max_position)
+
+
+@triton.jit
+def rotate_pairs(x1, x2, c, s, rows_turn, dtype: tl.constexpr, SOFT: tl.constexpr):
+    """(x1·c − x2·s, x2·c + x1·s) in fp32, one rounding; other rows keep their bits."""
+    a = x1.to(tl.float32)
+    b = x2.to(tl.float32)
+    y1 = round_to(a * c - b * s, dtype, SOFT)
+    y2 = round_to(b * c + a * s, dtype, SOFT)
+    return tl.where(rows_turn, y1, x1), tl.where(rows_turn, y2, x2)
+
+
+@triton.jit
+def tile_rows(block, group, num_tokens, H: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):
+    """The tokens, heads and validity of a tile of BT tokens by BH heads (heads innermost)."""
+    r = tl.arange(0, BT * BH)[:, None]
+    head = (group * BH + r % BH).to(tl.int64)
+    if BT == 1:
+        return block, head, head < H
+    else:
+        token = block * BT + r // BH
+        return token, head, (head < H) & (token < num_tokens)
+
+
+@triton.jit
+def load_index(ptr, token, count):
+    """`ptr[token]` as int64; tokens past `count` read nothing and give −1."""
+    return tl.load(ptr + token, mask=token < count, other=-1).to(tl.int64)
+
+
+@triton.jit
+def locate(
+    token,
+    pos,
+    cache_positions_ptr,
+    index_ptr,
+    index_len,
+    stride_index,
+    num_tokens,
+    num_pages,
+    max_position,
+    PAGED: tl.constexpr,
+    PAGE: tl.constexpr,
+    TOKENS_PER_REQUEST: tl.constexpr,
+    OWN_CACHE_POSITIONS: tl.constexpr,
+):
+    """Where a token's K and V go: (page, offset in page, may be written, fault kind, offending value).
+
+    Reads nothing outside the index tensors whatever they hold; a fault kind of 0 is no fault.
+    """
+    in_range = (pos >= 0) & (pos < max_position)
+    if PAGED:
+        p = pos
+        if OWN_CACHE_POSITIONS:
+            p = load_index(cache_positions_ptr, token, num_tokens)
+        column = p // PAGE
+        has_entry = (pos >= 0) & (p >= 0) & (column < index_len)
+        entry = index_ptr + (token // TOKENS_PER_REQUEST) * stride_index + column
+        page = tl.load(entry, mask=has_entry, other=-1).to(tl.int64)
+        offset = p % PAGE
+        wide = (pos >= 0) & (p >= 0) & (column >= index_len)
+        kind = tl.where(wide, COLUMN, tl.where(page >= num_pages, PAGE_ID, 0))
+        value = tl.where(wide, column, page)
+    else:
+        slot = load_index(index_ptr, token, index_len)
+        page = slot // PAGE
+        offset = slot % PAGE
+        kind = tl.where((pos >= 0) & (slot >= num_pages * PAGE), SLOT, 0)
+        value = slot
+    kind = tl.where(pos >= max_position, POSITION, kind)
+    value = tl.where(pos >= max_position, pos, value)
+    writes = in_range & (page >= 0) & (page < num_pages)
+    if not PAGED:
+        # Truncating division puts slots −PAGE+1 … −1 on page 0.
+        writes = writes & (value >= 0)
+    return page, offset, writes.to(tl.int32), kind, value
+
+
+@triton.jit
+def report_faults(faults_ptr, token, kind, value, group, head, BT: tl.constexpr):
+    """Count each token whose `kind` is not 0 once and keep the lowest such row. Costs good rows one predicate.
+
+    The record is one word, so it cannot mix two rows: row · 2^35 + kind · 2^32 + value, the value capped at 2^32 − 1.
+    """
+    record = (token << 35) + (kind.to(tl.int64) << 32) + tl.minimum(value, 0xFFFFFFFF)
+    if BT == 1:
+        if (kind != 0) & (group == 0):
+            tl.atomic_add(faults_ptr, 1, sem="relaxed")
+            tl.atomic_min(faults_ptr + 1, record, sem="relaxed")
+    else:
+        bad = (head == 0) & (kind != 0)
+        tl.atomic_add(faults_ptr + token * 0, 1, mask=bad, sem="relaxed")
+        tl.atomic_min(faults_ptr + 1 + token * 0, record, mask=bad, sem="relaxed")

@@ -1,0 +1,72 @@
+"""KV-cache layouts as strides: NHD, HND and flat caches, and any view of them, seen as [page, offset in page, head, element]."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+KV_LAYOUTS = ("NHD", "HND")
+
+
+class CacheView(NamedTuple):
+    """A cache as the kernels address it: sizes, and strides in elements."""
+
+    num_pages: int
+    page_size: int
+    num_heads: int
+    head_dim: int
+    stride_page: int
+    stride_offset: int
+    stride_head: int
+
+
+def cache_view(cache: Tensor, kv_layout: str) -> CacheView:
+    """See a 4-D NHD `[pages, page_size, Hkv, D]` or HND `[pages, Hkv, page_size, D]` cache, or a flat `[slots, Hkv, D]` one."""
+    shape, stride = cache.shape, cache.stride()
+    if len(shape) == 3:
+        return CacheView(shape[0], 1, shape[1], shape[2], stride[0], 0, stride[1])
+    offset, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    return CacheView(shape[0], shape[offset], shape[head], shape[3], stride[0], stride[offset], stride[head])
+
+
+def span(x: Tensor) -> tuple[int, int]:
+    """First byte of a view and the byte after its last one; equal for an empty view."""
+    start = x.data_ptr()
+    if x.numel() == 0:
+        return start, start
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.element_size()
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """Whether two indices of a view share memory (an expanded dimension, or rows that run into each other)."""
+    reach = 1
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if stride < reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two views can touch the same byte. Exact for disjoint ranges and for views of equal strides (slices of one packed
+    tensor); two views of one range with different strides are taken to share only if they start at the same byte."""
+    a_start, a_end = span(a)
+    b_start, b_end = span(b)
+    if a_start >= b_end or b_start >= a_end:
+        return False
+    size = a.element_size()
+    delta, odd = divmod(b_start - a_start, size)
+    if a.dtype != b.dtype or a.stride() != b.stride() or odd:
+        return a_start == b_start or bool(odd)
+    dims = [(s, n, m) for s, n, m in zip(a.stride(), a.shape, b.shape, strict=True) if s > 0 and max(n, m) > 1]
+    return _meet(delta, sorted(dims, reverse=True))
+
+
+def _meet(delta: int, dims: list[tuple[int, int, int]]) -> bool:
+    """Whether `delta` is a sum of index differences times strides. Inner dimensions reach less than one outer stride, so only
+    the two nearest multiples of each stride can be part of it."""
+    if not dims:
+        return delta == 0
+    (stride, n, m), *inner = dims
+    steps = delta // stride, delta // stride + 1
+    return any(1 - m <= c <= n - 1 and _meet(delta - c * stride, inner) for c in steps)

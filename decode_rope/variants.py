@@ -1,0 +1,96 @@
+"""Compiled kernels: one for each static configuration, loaded once for each device and kept for ever.
+
+A kernel is compiled for dtypes, head counts and flags, and never for a batch size, a stride or an address, so the key of a
+variant is entirely ours. Launching goes through `CompiledKernel.run`, the call that `kernel[grid]` itself ends in, with raw
+addresses (H200: about 5 µs a launch against 32-49); `kernel[grid]` remains for Triton versions nobody has tried, while a
+profiler's launch hooks are attached, under the interpreter, and with DECODE_ROPE_LAUNCH=jit in the environment.
+"""
+
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+
+from .faults import fault_buffer
+
+# Triton decides this when a kernel is defined, by TRITON_INTERPRET in the environment.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_TRIED_VERSIONS = ((3, 6), (3, 9))
+# Never emptied: a captured graph holds the raw function, and Triton >= 3.8 unloads a module when its last reference goes.
+_VARIANTS: dict[tuple, "Variant"] = {}
+
+
+class Variant:
+    """One compiled kernel on one device. `static` is a NamedTuple of the kernel's constexpr parameters, in its own order.
+
+    `run(grid, 1, 1, stream, function, metadata, None, None, None, *addresses, *integers, *static)` launches it.
+    """
+
+    __slots__ = ("compiled", "device", "direct", "function", "kernel", "metadata", "options", "run", "static")
+
+    def __init__(self, kernel, device: torch.device, dtypes: tuple, static: NamedTuple, num_warps: int):
+        self.kernel = kernel
+        self.device = device
+        self.static = static
+        # fp fusion would contract x1·c − x2·s and change bits between Triton releases.
+        self.options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
+        if getattr(static, "PDL", False):
+            self.options["launch_pdl"] = True  # HIP knows no such option, not even as False
+        self.run = self.function = self.metadata = self.compiled = None
+        self.direct = _DIRECT
+        if not INTERPRETED:
+            integers = [1] * (len(kernel.arg_names) - len(dtypes) - len(static))
+            with torch.cuda.device(device):
+                self.compiled = kernel.warmup(*dtypes, *integers, **static._asdict(), **self.options, grid=(1,))
+                self.run = self.compiled.run  # reading it loads the module
+            self.function, self.metadata = self.compiled.function, self.compiled.packed_metadata
+
+    def launch_jit(self, grid: int, tensors, integers) -> None:
+        """Launch through `kernel[grid]`, on the current stream of the current device."""
+        self.kernel[(grid,)](*tensors, *integers, **self.static._asdict(), **self.options)
+
+
+def variant(kernel, device: torch.device, dtypes: tuple, static: NamedTuple, num_warps: int) -> Variant:
+    """The compiled `kernel` for a configuration, whose pointers have `dtypes`; compiled and loaded if this is its first use.
+
+    Raises:
+        RuntimeError: the first use is inside a CUDA graph capture, which a module load could break.
+    """
+    key = (kernel.__name__, device, dtypes, static, num_warps)
+    found = _VARIANTS.get(key)
+    if found is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "decode_rope: this configuration is used for the first time inside a CUDA graph capture, where its kernel "
+                "cannot be loaded; call DecodeRope.warmup(max_tokens) or make the same call once before capturing"
+            )
+        fault_buffer(device)
+        found = _VARIANTS[key] = Variant(kernel, device, dtypes, static, num_warps)
+    return found
+
+
+def num_variants() -> int:
+    """How many kernels this process has compiled or loaded."""
+    return len(_VARIANTS)
+
+
+def launch_hooks():
+    """The profilers attached to Triton's launch hooks right now (falsy when there are none)."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    return getattr(hook, "calls", hook)
+
+
+def pdl_supported(device: torch.device) -> bool:
+    """Programmatic dependent launch needs an NVIDIA GPU of compute capability 9.0; DECODE_ROPE_PDL=0 turns it off."""
+    if os.environ.get("DECODE_ROPE_PDL", "1") == "0" or INTERPRETED or device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+_DIRECT = (
+    not INTERPRETED
+    and _TRIED_VERSIONS[0] <= _VERSION <= _TRIED_VERSIONS[1]
+    and os.environ.get("DECODE_ROPE_LAUNCH", "direct") != "jit"
+)
