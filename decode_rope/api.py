@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from .dispatch import check_call, facts, index_facts, run_checked
-from .plan import Call, Plan
+from .dispatch import PlanBook, check_call
+from .plan import Call
 
-_PLANS: dict[tuple, Plan] = {}
+_PLANS = PlanBook()
 
 
 def rope_append_decode(
@@ -80,22 +80,24 @@ def rope_append_decode(
     if cos_sin is not None and not isinstance(cos_sin, Tensor):
         is_neox = getattr(cos_sin, "is_neox", is_neox)
         cos_sin = getattr(cos_sin, "cos_sin_cache", cos_sin)
-    try:
-        key = (
-            facts(q), facts(k), facts(v), facts(k_cache), facts(v_cache), facts(cos_sin), facts(positions),
-            facts(cache_positions), facts(q_out), facts(k_out), index_facts(block_table), index_facts(slot_mapping),
+    paged = slot_mapping is None
+    index = block_table if paged else slot_mapping
+    if q_out is None and k_out is None and cache_positions is None and k is not None and cos_sin is not None:
+        given = (q, k, v, k_cache, v_cache, cos_sin, positions, index)
+        pattern = paged
+    else:
+        if k is None and isinstance(k_cache, Tensor | None) and isinstance(v_cache, Tensor | None):
+            k_cache = v_cache = None  # a KV-sharing layer may name its cache; it is not written
+        everything = (q, k, v, k_cache, v_cache, cos_sin, positions, index, cache_positions, q_out, k_out)
+        given = tuple([x for x in everything if x is not None])
+        pattern = (paged, *[x is None for x in everything])
+    flags = (pattern, tokens_per_request, is_neox, kv_layout, enable_pdl)
+    plan = _PLANS.find(flags, given) if paged or block_table is None else None
+    if plan is None or not plan.submit(q, k, v, k_cache, v_cache, cos_sin, positions, index, cache_positions, q_out, k_out):
+        call = Call(
+            q, k, v, k_cache, v_cache, cos_sin, positions, index, paged, cache_positions, q_out, k_out,
             tokens_per_request, is_neox, kv_layout, enable_pdl,
         )  # fmt: skip
-        plan = _PLANS.get(key)
-    except (AttributeError, TypeError):  # not tensors at all; the checks will say so
-        key = plan = None
-    extras = (block_table, slot_mapping, cache_positions, q_out, k_out)
-    if plan is None or not plan.submit(q, k, v, k_cache, v_cache, cos_sin, positions, *extras):
-        paged = slot_mapping is None
-        call = Call(
-            q, k, v, k_cache, v_cache, cos_sin, positions, block_table if paged else slot_mapping, paged, cache_positions,
-            q_out, k_out, tokens_per_request, is_neox, kv_layout, enable_pdl,
-        )  # fmt: skip
         check_call(call, block_table=block_table, slot_mapping=slot_mapping)
-        run_checked(call, _PLANS, key)
+        _PLANS.run_checked(call, flags, given)
     return q if q_out is None else q_out

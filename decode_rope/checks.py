@@ -43,7 +43,7 @@ def check_append(
         check_table(cos_sin, q.shape[2])
     _positions("positions", positions, q)
     if k is None:
-        _no_kv(v, block_table, slot_mapping, cache_positions, k_out)
+        _no_kv(k_cache, v_cache, block_table, slot_mapping, cache_positions, k_out)
     else:
         _caches(k, v, k_cache, v_cache, kv_layout)
         _index(q, block_table, slot_mapping, cache_positions, tokens_per_request)
@@ -169,7 +169,10 @@ def _contiguous_1d(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: expected stride 1, got {x.stride(0)}; call .contiguous() on it")
 
 
-def _no_kv(v, block_table, slot_mapping, cache_positions, k_out) -> None:
+def _no_kv(k_cache, v_cache, block_table, slot_mapping, cache_positions, k_out) -> None:
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x is not None:
+            _tensor(name, x)  # accepted, so that a layer may pass its cache always; never written
     for name, x in (
         ("block_table", block_table),
         ("slot_mapping", slot_mapping),

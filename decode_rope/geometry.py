@@ -23,6 +23,17 @@ class Geometry(NamedTuple):
         return q_tiles + 2 * kv_tiles
 
 
+def check_geometry(geometry) -> None:
+    """Raise a TypeError or ValueError for a geometry no kernel can be built with."""
+    if not isinstance(geometry, Geometry):
+        raise TypeError(f"geometry: expected a decode_rope.geometry.Geometry, got {type(geometry).__name__}")
+    if any(n < 1 or n & (n - 1) for n in geometry[:5]):
+        raise ValueError(f"geometry: expected powers of two, got {geometry}")
+    for tokens, heads in (geometry[:2], geometry[2:4]):
+        if tokens * heads < 2:
+            raise ValueError(f"geometry: expected tiles of at least two rows, got {geometry}; set the heads to 2")
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()

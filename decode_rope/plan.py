@@ -1,22 +1,28 @@
 """Launch plans: everything about a call that its addresses do not change, worked out once.
 
-`append_plan` turns one set of shapes, strides, dtypes and flags into a `Plan`. `Plan.launch` then only reads addresses, the index
-tensor's width and stride, the stream and the current device.
+`append_plan` turns one set of shapes, strides, dtypes and flags into a `Plan`, whose launches only read addresses, the stream and
+the current device.
 """
 
+from itertools import pairwise
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
+from .driver import Launcher
 from .faults import fault_buffer
 from .geometry import Geometry, decode_geometry
 from .kernels.decode import decode_kernel
 from .layout import cache_view, span
-from .variants import INTERPRETED, Variant, launch_hooks, pdl_supported, variant
+from .variants import INTERPRETED, Variant, pdl_supported, variant
 
-_UNBOUNDED = 2**62
-_MAX_PACKINGS = 4096
+_UNBOUNDED = 2**63 - 1
+_MAX_VERIFIED = 16384
+_USUAL = (0, 1, 2, 5, 6, 7, 8, 10)  # the own tensors of a call with no outputs of its own and no cache_positions
+_runtime = triton.knobs.runtime
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
@@ -69,168 +75,150 @@ class Call(NamedTuple):
     metadata_ready: bool = False
     geometry: Geometry | None = None
 
+    def own_tensors(self) -> tuple[Tensor | None, ...]:
+        """The kernel's pointer arguments in order, without the fault record; None where this call has none."""
+        return (
+            self.q, self.k, self.v, self.q_out, self.k_out, self.k_cache, self.v_cache, self.cos_sin, self.positions,
+            self.cache_positions, self.index,
+        )  # fmt: skip
+
     def kernel_tensors(self) -> tuple[Tensor, ...]:
-        return kernel_tensors(*self[:8], *self[9:12])
-
-
-def kernel_tensors(q, k, v, k_cache, v_cache, cos_sin, positions, index, cache_positions, q_out, k_out) -> tuple[Tensor, ...]:
-    """The kernel's pointer arguments in order, without the fault record. Absent ones are stood in for by tensors that exist; the
-    kernel compiled for their absence never reads or writes through them."""
-    no_kv = k is None
-    return (
-        q,
-        q if no_kv else k,
-        q if no_kv else v,
-        q if q_out is None else q_out,
-        q if no_kv else k if k_out is None else k_out,
-        q if no_kv else k_cache,
-        q if no_kv else v_cache,
-        q if cos_sin is None else cos_sin,
-        positions,
-        positions if cache_positions is None else cache_positions,
-        positions if index is None else index,
-    )
+        """The same with stand-ins for what is absent; the kernel compiled for its absence never reads or writes through them."""
+        q, positions = self.q, self.positions
+        k = q if self.k is None else self.k
+        stand_ins = (q, k, q, q, k, q, q, q, positions, positions, positions)
+        return tuple([other if own is None else own for own, other in zip(self.own_tensors(), stand_ins, strict=True)])
 
 
 class Plan:
     """A launch of one configuration, for whatever memory it is given.
 
-    `unaligned` is the plan for memory less aligned than this one needs, once there has been any.
+    `unaligned` is the plan for memory less aligned than this one needs, once there has been any; `verified` the sets of
+    addresses already known to share no memory where they must not; `packings` the distances between q, k and v known to be those
+    of interleaved slices. `flags` and `guard` say which calls the plan is for; `dispatch` sets them.
     """
 
     __slots__ = (
+        "_launchers",
+        "_own",
         "align_bits",
         "align_table_bits",
         "device_index",
         "faults",
-        "faults_address",
+        "flags",
         "grid",
+        "guard",
         "integers",
-        "num_tokens",
         "packings",
-        "paged",
-        "rows_needed",
         "sizes",
-        "tail",
         "unaligned",
         "variant",
+        "verified",
     )
 
     def __init__(self, call: Call, compiled: Variant, grid: int, integers: tuple[int, ...]):
         self.variant = compiled
         self.grid = grid
         self.integers = integers
-        self.tail = (*integers, *compiled.static)
-        self.paged = call.paged
-        self.num_tokens = call.q.shape[0]
-        self.rows_needed = -(-self.num_tokens // call.tokens_per_request)
-        self.sizes = tuple(b - a for a, b in map(span, call.kernel_tensors()[:7]))
-        self.packings = set()
+        self.flags = self.guard = self.unaligned = None
+        self.sizes = tuple([end - start for start, end in map(span, call.kernel_tensors())])
+        self.packings, self.verified = set(), set()
         self.align_bits = compiled.static.ALIGN - 1
         self.align_table_bits = compiled.static.ALIGN_TABLE - 1
         self.device_index = compiled.device.index
         self.faults = fault_buffer(compiled.device)
-        self.faults_address = self.faults.data_ptr()
-        self.unaligned = None
+        self._own = tuple([i for i, x in enumerate(call.own_tensors()) if x is not None])
+        self._launchers = {}
 
     def submit(
-        self,
-        q,
-        k,
-        v,
-        k_cache,
-        v_cache,
-        cos_sin,
-        positions,
-        block_table,
-        slot_mapping,
-        cache_positions,
-        q_out,
-        k_out,
-        check_memory: bool = True,
+        self, q, k, v, k_cache, v_cache, cos_sin, positions, index, cache_positions=None, q_out=None, k_out=None
     ) -> bool:
-        """Launch, if this memory fits the plan; otherwise do nothing and return False. The tensors' shapes, strides, dtypes and
-        devices must be the plan's."""
-        index = block_table if self.paged else slot_mapping
-        integers = self.index_integers(index)
-        tensors = kernel_tensors(q, k, v, k_cache, v_cache, cos_sin, positions, index, cache_positions, q_out, k_out)
-        addresses = tuple([t.data_ptr() for t in tensors])
-        if integers is None or (check_memory and not self.apart(addresses, q_out is not None, k_out is not None)):
+        """Launch on tensors whose shapes, strides, dtypes and devices are the plan's, unless their addresses ask for a closer look
+        first; then do nothing and return False."""
+        if self._own == _USUAL:
+            a, b, p = q.data_ptr(), k.data_ptr(), positions.data_ptr()
+            addresses = (
+                a, b, v.data_ptr(), a, b, k_cache.data_ptr(), v_cache.data_ptr(), cos_sin.data_ptr(), p, p, index.data_ptr()
+            )  # fmt: skip
+        else:
+            call = Call(q, k, v, k_cache, v_cache, cos_sin, positions, index, True, cache_positions, q_out, k_out)
+            addresses = tuple([t.data_ptr() for t in call.kernel_tensors()])
+        if addresses not in self.verified and not self._apart(addresses):
             return False
         plan = self if self.is_aligned(addresses) else self.unaligned
         if plan is None:
             return False
-        plan.launch(tensors, addresses, *integers)
+        if not plan.launch(addresses):
+            call = Call(q, k, v, k_cache, v_cache, cos_sin, positions, index, True, cache_positions, q_out, k_out)
+            plan.launch_jit(call.kernel_tensors())
         return True
 
-    def fitting(self, call: "Call") -> "Plan":
-        """This plan, or the one for less aligned memory if the call's needs it."""
-        if self.is_aligned(tuple([t.data_ptr() for t in call.kernel_tensors()])):
+    def adopt(self, call: Call) -> None:
+        """Launch a call that has passed every check, and remember its memory as good."""
+        tensors = call.kernel_tensors()
+        addresses = tuple([t.data_ptr() for t in tensors])
+        if len(self.packings) < _MAX_VERIFIED:
+            self.packings.add((addresses[1] - addresses[0], addresses[2] - addresses[0]))
+        self._remember(addresses)
+        plan = self.fitting(addresses, call)
+        if not plan.launch(addresses):
+            plan.launch_jit(tensors)
+
+    def fitting(self, addresses: tuple[int, ...], call: Call) -> "Plan":
+        """This plan, or the one for less aligned memory if these addresses need it."""
+        if self.is_aligned(addresses):
             return self
         if self.unaligned is None:
             self.unaligned = append_plan(call, self.variant.device, aligned=False)
         return self.unaligned
-
-    def adopt(self, call: "Call") -> None:
-        """Launch a call that has passed every check, and remember what was new about its memory."""
-        tensors = call.kernel_tensors()
-        addresses = tuple([t.data_ptr() for t in tensors])
-        if len(self.packings) < _MAX_PACKINGS:
-            self.packings.add((addresses[1] - addresses[0], addresses[2] - addresses[0]))
-        self.fitting(call).launch(tensors, addresses, *self.index_integers(call.index))
-
-    def apart(self, addresses: tuple[int, ...], q_out: bool, k_out: bool) -> bool:
-        """Whether what is written shares no memory with anything else, as far as addresses alone can tell.
-
-        q, k and v sliced from one packed tensor interleave; the packings found good before are kept in `packings`.
-        """
-        q, k, v, qo, ko, kc, vc = addresses[:7]
-        size_q, size_k, size_v, _, _, size_kc, size_vc = self.sizes
-        if -size_q < q - kc < size_kc or -size_k < k - kc < size_kc or -size_v < v - kc < size_kc:
-            return False
-        if -size_q < q - vc < size_vc or -size_k < k - vc < size_vc or -size_v < v - vc < size_vc:
-            return False
-        if (-size_k < k - q < size_q or -size_v < v - q < size_q) and (k - q, v - q) not in self.packings:
-            return False
-        if not (q_out or k_out):
-            return True
-        outs = ((0, qo, q),) * q_out + ((1, ko, k),) * k_out
-        others = (*zip((q, k, v, kc, vc), (size_q, size_k, size_v, size_kc, size_vc), strict=True),)
-        for which, out, own in outs:
-            size = self.sizes[3 + which]
-            if any(-n < a - out < size for a, n in others if not a == out == own):
-                return False
-        return not (q_out and k_out and -size_k < ko - qo < size_q)
-
-    def index_integers(self, index: Tensor | None) -> tuple[int, int] | None:
-        """(width, row stride) of the index tensor, the two facts about it that vary freely; None if it does not fit the plan."""
-        if index is None:
-            return 0, 0
-        shape, stride = index.shape, index.stride()
-        if self.paged:
-            fits = shape[0] >= self.rows_needed and (stride[1] == 1 or shape[1] <= 1)
-            return (shape[1], stride[0]) if fits else None
-        fits = shape[0] <= self.num_tokens and (stride[0] == 1 or shape[0] <= 1)
-        return (shape[0], 0) if fits else None
 
     def is_aligned(self, addresses: tuple[int, ...]) -> bool:
         a = addresses
         rows = a[0] | a[1] | a[2] | a[3] | a[4] | a[5] | a[6]
         return not (rows & self.align_bits or a[7] & self.align_table_bits)
 
-    def launch(self, tensors: tuple[Tensor, ...], addresses: tuple[int, ...], width: int, stride: int) -> None:
-        """Launch on the current stream of the tensors' device. `addresses` are those of `tensors`, in kernel order."""
-        v = self.variant
+    def launch(self, addresses: tuple[int, ...]) -> bool:
+        """Launch on the current stream of the plan's device; False if only `launch_jit` may do it at the moment."""
+        hook = _runtime.launch_enter_hook
+        if not self.variant.direct or getattr(hook, "calls", hook):
+            return False
+        device = self.device_index
+        if _current_device() != device:
+            with torch.cuda.device(device):
+                return self.launch(addresses)
+        launcher = self._launchers.get(get_ident()) or self._new_launcher()
+        launcher(_raw_stream(device), addresses)
+        return True
+
+    def launch_jit(self, tensors: tuple[Tensor, ...]) -> None:
+        """The same launch through `kernel[grid]`."""
         if not INTERPRETED and _current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
-                self.launch(tensors, addresses, width, stride)
-        elif v.direct and not launch_hooks():
-            v.run(
-                self.grid, 1, 1, _raw_stream(self.device_index), v.function, v.metadata, None, None, None,
-                *addresses, self.faults_address, width, stride, *self.tail,
-            )  # fmt: skip
+                self.launch_jit(tensors)
         else:
-            v.launch_jit(self.grid, (*tensors, self.faults), (width, stride, *self.integers))
+            self.variant.launch_jit(self.grid, (*tensors, self.faults), self.integers)
+
+    def _new_launcher(self) -> Launcher:
+        v = self.variant
+        integers = (self.faults.data_ptr(), *self.integers)
+        launcher = self._launchers[get_ident()] = Launcher(v, self.grid, len(self.sizes), integers)
+        return launcher
+
+    def _apart(self, addresses: tuple[int, ...]) -> bool:
+        """Whether the call's own tensors lie in disjoint ranges; q, k and v may interleave in a packing found good before."""
+        ranges = [(addresses[i], self.sizes[i]) for i in self._own]
+        if (addresses[1] - addresses[0], addresses[2] - addresses[0]) in self.packings and 1 in self._own:
+            start = min(addresses[:3])
+            ranges[:3] = [(start, max(a + n for a, n in ranges[:3]) - start)]
+        if any(a + n > b for (a, n), (b, _) in pairwise(sorted(ranges))):
+            return False
+        self._remember(addresses)
+        return True
+
+    def _remember(self, addresses: tuple[int, ...]) -> None:
+        if len(self.verified) >= _MAX_VERIFIED:
+            self.verified.clear()
+        self.verified.add(addresses)
 
 
 def append_plan(call: Call, device: torch.device, *, aligned: bool = True) -> Plan:
@@ -254,7 +242,8 @@ def append_plan(call: Call, device: torch.device, *, aligned: bool = True) -> Pl
     max_position = _UNBOUNDED if call.cos_sin is None else call.cos_sin.shape[0]
     grid = geometry.programs(num_tokens, q.shape[1], num_kv_heads)
     num_pages = 0 if k_view is None else k_view.num_pages
-    integers = (num_tokens, max_position, num_pages, *(stride for stride, _ in strides))
+    width, row = _index_shape(call)
+    integers = (width, row, num_tokens, max_position, num_pages, *(stride for stride, _ in strides))
     return Plan(call, variant(decode_kernel, device, dtypes, static, geometry.num_warps), grid, integers)
 
 
@@ -288,6 +277,14 @@ def _static(call: Call, geometry: Geometry, page_size: int, device: torch.device
         PREFETCH=pdl and call.metadata_ready,
         SOFT=INTERPRETED,
     )
+
+
+def _index_shape(call: Call) -> tuple[int, int]:
+    """(number of columns, row stride) of a block table; (number of slots, 0) of a slot mapping."""
+    index = call.index
+    if index is None:
+        return 0, 0
+    return (index.shape[1], index.stride(0)) if call.paged else (index.shape[0], 0)
 
 
 def _lowest_bit(n: int) -> int:

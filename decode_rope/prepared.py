@@ -4,24 +4,12 @@ import torch
 from torch import Tensor
 
 from .checks import check_table
-from .dispatch import check_call, facts, index_facts, require_pdl, run_checked, run_reference, runs_reference
-from .geometry import Geometry, decode_geometry
+from .dispatch import PlanBook, check_call, require_pdl, run_reference, runs_reference
+from .geometry import Geometry, check_geometry, decode_geometry
 from .layout import cache_view
 from .plan import Call, Plan, append_plan
 
 _ADDRESSING = ("block_table", "slot_mapping")
-
-
-def _check_call(call: Call) -> None:
-    check_call(call, **dict(zip(_ADDRESSING, (call.index, None) if call.paged else (None, call.index), strict=True)))
-
-
-def _device(device) -> torch.device:
-    """`device` with its index; None is the current CUDA device."""
-    device = torch.device("cuda" if device is None else device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 class DecodeRope:
@@ -72,33 +60,35 @@ class DecodeRope:
         metadata_ready: bool = False,
         geometry: Geometry | None = None,
     ):
-        if addressing not in _ADDRESSING:
-            raise ValueError(f'addressing: expected "block_table" or "slot_mapping", got {addressing!r}')
-        for name, number in (
-            ("num_q_heads", num_q_heads),
-            ("head_dim", head_dim),
-            ("page_size", page_size),
-        ):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}: expected an int of at least 1, got {number!r}")
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        index_dtype = index_dtype or (torch.int32 if addressing == "block_table" else torch.int64)
+        _check_facts(
+            addressing,
+            {"num_q_heads": num_q_heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "page_size": page_size},
+            num_kv_heads,
+            {"dtype": dtype, "positions_dtype": positions_dtype, "index_dtype": index_dtype},
+        )
+        if num_kv_heads == 0 and (k_out or cache_positions):
+            raise ValueError("k_out, cache_positions: expected False with num_kv_heads=0, which has no k and no cache")
+        if geometry is not None:
+            check_geometry(geometry)
         self.device = _device(device)
         if enable_pdl and self.device.type == "cuda":
             require_pdl(self.device)
         self.is_neox = getattr(cos_sin_cache, "is_neox", is_neox)
         self.cos_sin = getattr(cos_sin_cache, "cos_sin_cache", cos_sin_cache)
-        self.heads = (num_q_heads, num_kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim)
+        self.heads = (num_q_heads, num_kv_heads, head_dim, v_head_dim)
         self.page_size, self.kv_layout, self.dtype = page_size, kv_layout, dtype
         self.tokens_per_request, self.paged = tokens_per_request, addressing == "block_table"
-        self.positions_dtype = positions_dtype
-        self.index_dtype = index_dtype or (torch.int32 if self.paged else torch.int64)
+        self.positions_dtype, self.index_dtype = positions_dtype, index_dtype
         self.outputs = (cache_positions, q_out, k_out)
         self.enable_pdl, self.metadata_ready, self.geometry = enable_pdl, metadata_ready, geometry
-        self._plans: dict[tuple, Plan] = {}
+        self._plans = PlanBook()
         if self.cos_sin is not None:
             check_table(self.cos_sin, head_dim)
             if self.cos_sin.device != self.device:
                 raise ValueError(f"cos_sin_cache: expected device {self.device}, got {self.cos_sin.device}; use .to(device)")
-        _check_call(self._example(1, torch.device("cpu"))._replace(cos_sin=None, enable_pdl=bool(enable_pdl)))
+        _check_call(self._example(1, torch.device("cpu"))._replace(cos_sin=None))
 
     def warmup(self, max_tokens: int) -> "DecodeRope":
         """Compile and load every kernel that calls of up to `max_tokens` tokens may launch; nothing is launched or written.
@@ -136,24 +126,29 @@ class DecodeRope:
     ) -> Tensor:
         """Launch for these tensors; the arguments, effects and result are those of `rope_append_decode`.
 
-        Shapes, strides, dtypes, devices and alignment are looked at in every call; whether outputs share memory with inputs only
-        in the first one of their shapes.
+        Shapes, strides, dtypes, devices, alignment and shared memory are looked at in every call.
 
         Raises:
             TypeError, ValueError: an argument is at fault, or is not what this op was built for; nothing has been written.
             RuntimeError: a CUDA graph is being captured and `warmup` did not cover this number of tokens.
         """
-        try:
-            key = (facts(q), facts(k), facts(v), facts(k_cache), facts(v_cache), facts(positions),
-                   facts(cache_positions), facts(q_out), facts(k_out), index_facts(block_table), index_facts(slot_mapping))  # fmt: skip
-            plan = self._plans.get(key)
-        except AttributeError:
-            key = plan = None
-        extras = (block_table, slot_mapping, cache_positions, q_out, k_out)
-        if plan is None or not plan.submit(q, k, v, k_cache, v_cache, self.cos_sin, positions, *extras, check_memory=False):
-            call = self._call(q, k, v, k_cache, v_cache, positions, *extras)
+        index, other = (block_table, slot_mapping) if self.paged else (slot_mapping, block_table)
+        if k is None and isinstance(k_cache, Tensor | None) and isinstance(v_cache, Tensor | None):
+            k_cache = v_cache = None
+        if q_out is None and k_out is None and cache_positions is None and k is not None:
+            given = (q, k, v, k_cache, v_cache, positions, index)
+            pattern = True
+        else:
+            everything = (q, k, v, k_cache, v_cache, positions, index, cache_positions, q_out, k_out)
+            given = tuple([x for x in everything if x is not None])
+            pattern = tuple([x is None for x in everything])
+        plan = self._plans.find(pattern, given) if other is None else None
+        if plan is None or not plan.submit(
+            q, k, v, k_cache, v_cache, self.cos_sin, positions, index, cache_positions, q_out, k_out
+        ):
+            call = self._call(q, k, v, k_cache, v_cache, positions, index, other, cache_positions, q_out, k_out)
             self._check(call)
-            run_checked(call, self._plans, key)
+            self._plans.run_checked(call, pattern, given)
         return q if q_out is None else q_out
 
     def bind(
@@ -176,24 +171,22 @@ class DecodeRope:
         What the tensors hold is read at each launch; where they are is not, so keep writing into the same ones. Raises as a
         call does; nothing is launched.
         """
-        call = self._call(q, k, v, k_cache, v_cache, positions, block_table, slot_mapping, cache_positions, q_out, k_out)
+        index, other = (block_table, slot_mapping) if self.paged else (slot_mapping, block_table)
+        if k is None and isinstance(k_cache, Tensor | None) and isinstance(v_cache, Tensor | None):
+            k_cache = v_cache = None
+        call = self._call(q, k, v, k_cache, v_cache, positions, index, other, cache_positions, q_out, k_out)
         self._check(call)
         if runs_reference(self.device) or q.shape[0] == 0:
             return Bound(call, None)
-        return Bound(call, append_plan(call, self.device).fitting(call))
+        return Bound(call, append_plan(call, self.device))
 
-    def _call(self, q, k, v, k_cache, v_cache, positions, block_table, slot_mapping, cache_positions, q_out, k_out) -> Call:
-        if (
-            ((block_table if self.paged else slot_mapping) is None
-            and k is not None)
-            or (slot_mapping if self.paged else block_table) is not None
-        ):
-            wanted, other = _ADDRESSING if self.paged else _ADDRESSING[::-1]
-            raise ValueError(f"{wanted}: expected it and no {other}, as this op was built; see `addressing`")
+    def _call(self, q, k, v, k_cache, v_cache, positions, index, other, cache_positions, q_out, k_out) -> Call:
+        if other is not None or (index is None and k is not None):
+            wanted, unwanted = _ADDRESSING if self.paged else _ADDRESSING[::-1]
+            raise ValueError(f"{wanted}: expected it, and no {unwanted}, as this op was built; see `addressing`")
         return Call(
-            q, k, v, k_cache, v_cache, self.cos_sin, positions, block_table if self.paged else slot_mapping, self.paged,
-            cache_positions, q_out, k_out, self.tokens_per_request, self.is_neox, self.kv_layout, self.enable_pdl,
-            self.metadata_ready, self.geometry,
+            q, k, v, k_cache, v_cache, self.cos_sin, positions, index, self.paged, cache_positions, q_out, k_out,
+            self.tokens_per_request, self.is_neox, self.kv_layout, self.enable_pdl, self.metadata_ready, self.geometry,
         )  # fmt: skip
 
     def _example(self, num_tokens: int, device: torch.device) -> Call:
@@ -250,25 +243,50 @@ class Bound:
     """One launch with every buffer frozen: calling it takes no argument and returns rotated q.
 
     Attributes:
-        function: the CUfunction, as an int; None for the reference and under the interpreter.
-        grid: number of programs.
-        num_warps, shared: the kernel's warps and bytes of shared memory.
-        kernel_args: ("p" or "q", value) for every pointer and int64 parameter, in order.
+        plan: the plan it launches; None for the reference and for no tokens.
+        addresses: what the plan is launched on, in the kernel's order.
     """
 
-    __slots__ = ("_addresses", "_call", "_direct", "_index", "_plan", "_tensors")
+    __slots__ = ("_call", "_output", "_tensors", "addresses", "plan")
 
     def __init__(self, call: Call, plan: Plan | None):
-        self._call, self._plan = call, plan
-        if plan is not None:
-            self._tensors = call.kernel_tensors()
-            self._addresses = tuple([t.data_ptr() for t in self._tensors])
-            self._index = plan.index_integers(call.index)
+        self._call = call
+        self._output = call.q if call.q_out is None else call.q_out
+        self._tensors = call.kernel_tensors()
+        self.addresses = tuple([t.data_ptr() for t in self._tensors])
+        self.plan = None if plan is None else plan.fitting(self.addresses, call)
 
     def __call__(self) -> Tensor:
-        plan = self._plan
-        if plan is not None:
-            plan.launch(self._tensors, self._addresses, *self._index)
-        elif self._call.q.shape[0] > 0:
-            run_reference(self._call)
-        return self._call.q if self._call.q_out is None else self._call.q_out
+        plan = self.plan
+        if plan is None:
+            if self._call.q.shape[0] > 0:
+                run_reference(self._call)
+        elif not plan.launch(self.addresses):
+            plan.launch_jit(self._tensors)
+        return self._output
+
+
+def _check_call(call: Call) -> None:
+    block_table, slot_mapping = (call.index, None) if call.paged else (None, call.index)
+    check_call(call, block_table=block_table, slot_mapping=slot_mapping)
+
+
+def _check_facts(addressing, sizes: dict, num_kv_heads, dtypes: dict) -> None:
+    if addressing not in _ADDRESSING:
+        raise ValueError(f'addressing: expected "block_table" or "slot_mapping", got {addressing!r}')
+    for name, number, least in [*((name, n, 1) for name, n in sizes.items()), ("num_kv_heads", num_kv_heads, 0)]:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
+        if number < least:
+            raise ValueError(f"{name}: expected at least {least}, got {number}")
+    for name, dtype in dtypes.items():
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{name}: expected a torch.dtype, got {dtype!r}")
+
+
+def _device(device) -> torch.device:
+    """`device` with its index; None is the current CUDA device."""
+    device = torch.device("cuda" if device is None else device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

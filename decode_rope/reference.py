@@ -10,7 +10,6 @@ from torch import Tensor
 
 POSITION, COLUMN, PAGE_ID, SLOT = 1, 2, 3, 4  # fault kinds; 0 is none
 NO_RECORD = 2**63 - 1
-_UNBOUNDED = 2**62
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool = True) -> Tensor:
@@ -63,9 +62,10 @@ def rope_append_decode(
     is_neox = getattr(cos_sin_cache, "is_neox", is_neox)
     table = getattr(cos_sin_cache, "cos_sin_cache", cos_sin_cache)
     pos = positions.long()
-    max_position = _UNBOUNDED if table is None else table.shape[0]
-    turns = (pos >= 0) & (pos < max_position)
-    kind = torch.where(pos >= max_position, POSITION, 0)
+    max_position = None if table is None else table.shape[0]
+    past_table = torch.zeros_like(pos, dtype=torch.bool) if table is None else pos >= max_position
+    turns = (pos >= 0) & ~past_table
+    kind = torch.where(past_table, POSITION, 0)
     value = pos
     q_new, k_new, v_new = q, k, v
     if table is not None:

@@ -1,9 +1,9 @@
 """Compiled kernels: one for each static configuration, loaded once for each device and kept for ever.
 
 A kernel is compiled for dtypes, head counts and flags, and never for a batch size, a stride or an address, so the key of a
-variant is entirely ours. Launching goes through `CompiledKernel.run`, the call that `kernel[grid]` itself ends in, with raw
-addresses (H200: about 5 µs a launch against 32-49); `kernel[grid]` remains for Triton versions nobody has tried, while a
-profiler's launch hooks are attached, under the interpreter, and with DECODE_ROPE_LAUNCH=jit in the environment.
+variant is entirely ours. `driver.Launcher` launches a variant directly; `kernel[grid]` does it under the interpreter, on AMD,
+for Triton versions nobody has tried, for kernels whose parameters are not what we gave, while a profiler's launch hooks are
+attached, and with DECODE_ROPE_LAUNCH=jit in the environment.
 """
 
 import os
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from . import driver
 from .faults import fault_buffer
 
 # Triton decides this when a kernel is defined, by TRITON_INTERPRET in the environment.
@@ -25,27 +26,47 @@ _VARIANTS: dict[tuple, "Variant"] = {}
 class Variant:
     """One compiled kernel on one device. `static` is a NamedTuple of the kernel's constexpr parameters, in its own order.
 
-    `run(grid, 1, 1, stream, function, metadata, None, None, None, *addresses, *integers, *static)` launches it.
+    Attributes:
+        run, metadata: Triton's launch call and its packed argument, None under the interpreter.
+        function, shared, num_scratch: the CUfunction, bytes of shared memory, and Triton's own parameters after ours.
+        direct: whether `driver.Launcher` may launch it.
     """
 
-    __slots__ = ("compiled", "device", "direct", "function", "kernel", "metadata", "options", "run", "static")
+    __slots__ = (
+        "compiled",
+        "device",
+        "direct",
+        "function",
+        "kernel",
+        "metadata",
+        "num_scratch",
+        "options",
+        "run",
+        "shared",
+        "static",
+    )
 
     def __init__(self, kernel, device: torch.device, dtypes: tuple, static: NamedTuple, num_warps: int):
-        self.kernel = kernel
-        self.device = device
-        self.static = static
+        self.kernel, self.device, self.static = kernel, device, static
         # fp fusion would contract x1·c − x2·s and change bits between Triton releases.
         self.options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
         if getattr(static, "PDL", False):
             self.options["launch_pdl"] = True  # HIP knows no such option, not even as False
-        self.run = self.function = self.metadata = self.compiled = None
-        self.direct = _DIRECT
+        self.compiled = self.run = self.metadata = self.function = self.shared = self.num_scratch = None
+        self.direct = False
         if not INTERPRETED:
-            integers = [1] * (len(kernel.arg_names) - len(dtypes) - len(static))
-            with torch.cuda.device(device):
-                self.compiled = kernel.warmup(*dtypes, *integers, **static._asdict(), **self.options, grid=(1,))
-                self.run = self.compiled.run  # reading it loads the module
-            self.function, self.metadata = self.compiled.function, self.compiled.packed_metadata
+            self._load(dtypes)
+
+    def _load(self, dtypes: tuple) -> None:
+        integers = [1] * (len(self.kernel.arg_names) - len(dtypes) - len(self.static))
+        with torch.cuda.device(self.device):
+            self.compiled = self.kernel.warmup(*dtypes, *integers, **self.static._asdict(), **self.options, grid=(1,))
+            self.run = self.compiled.run  # reading it loads the module
+        self.function, self.metadata = self.compiled.function, self.compiled.packed_metadata
+        self.shared = self.compiled.metadata.shared
+        if _DIRECT and driver.available():
+            self.num_scratch = driver.scratch_parameters(self.compiled.asm["ptx"], len(dtypes) + len(integers))
+            self.direct = self.num_scratch is not None and self.compiled.metadata.global_scratch_size == 0
 
     def launch_jit(self, grid: int, tensors, integers) -> None:
         """Launch through `kernel[grid]`, on the current stream of the current device."""
@@ -76,12 +97,6 @@ def num_variants() -> int:
     return len(_VARIANTS)
 
 
-def launch_hooks():
-    """The profilers attached to Triton's launch hooks right now (falsy when there are none)."""
-    hook = triton.knobs.runtime.launch_enter_hook
-    return getattr(hook, "calls", hook)
-
-
 def pdl_supported(device: torch.device) -> bool:
     """Programmatic dependent launch needs an NVIDIA GPU of compute capability 9.0; DECODE_ROPE_PDL=0 turns it off."""
     if os.environ.get("DECODE_ROPE_PDL", "1") == "0" or INTERPRETED or device.type != "cuda" or torch.version.hip:
@@ -91,6 +106,7 @@ def pdl_supported(device: torch.device) -> bool:
 
 _DIRECT = (
     not INTERPRETED
+    and not torch.version.hip
     and _TRIED_VERSIONS[0] <= _VERSION <= _TRIED_VERSIONS[1]
     and os.environ.get("DECODE_ROPE_LAUNCH", "direct") != "jit"
 )

@@ -114,7 +114,7 @@ def _k_tile(
     pos = load_index(positions_ptr, token, num_tokens)
     page, offset, writes, kind, value = locate(
         token, pos, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages, max_position,
-        PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS,
+        R > 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS,
     )  # fmt: skip
     slot = row_pointers(k_cache_ptr, page * stride_kc_p + offset * stride_kc_t + head * stride_kc_h, ALIGN)
     live = ok & (head * 0 + writes > 0)
@@ -142,7 +142,7 @@ def _v_tile(
     block, group, v_ptr, v_cache_ptr, positions_ptr, cache_positions_ptr, index_ptr,
     index_len, stride_index, num_tokens, max_position, num_pages,
     stride_v_t, stride_v_h, stride_vc_p, stride_vc_t, stride_vc_h,
-    H: tl.constexpr, DV: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+    H: tl.constexpr, DV: tl.constexpr, ROTARY: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     TOKENS_PER_REQUEST: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr,
     ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
@@ -151,9 +151,9 @@ def _v_tile(
     if not PREFETCH:
         x = load_span(src, ok, 0, DV)
     pos = load_index(positions_ptr, token, num_tokens)
-    page, offset, writes, kind, value = locate(
+    page, offset, writes, _kind, _value = locate(
         token, pos, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages, max_position,
-        PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS,
+        ROTARY, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS,
     )  # fmt: skip
     slot = row_pointers(v_cache_ptr, page * stride_vc_p + offset * stride_vc_t + head * stride_vc_h, ALIGN)
     if PREFETCH:
@@ -252,5 +252,5 @@ def decode_kernel(
                 tile // NK, tile % NK, v_ptr, v_cache_ptr, positions_ptr, cache_positions_ptr, index_ptr,
                 index_len, stride_index, num_tokens, max_position, num_pages,
                 stride_v_t, stride_v_h, stride_vc_p, stride_vc_t, stride_vc_h,
-                HKV, DV, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, ALIGN, BTK, BHK, PREFETCH,
+                HKV, DV, R > 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, ALIGN, BTK, BHK, PREFETCH,
             )  # fmt: skip

@@ -151,6 +151,7 @@ def locate(
     num_tokens,
     num_pages,
     max_position,
+    ROTARY: tl.constexpr,
     PAGED: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS_PER_REQUEST: tl.constexpr,
@@ -160,7 +161,6 @@ def locate(
 
     Reads nothing outside the index tensors whatever they hold; a fault kind of 0 is no fault.
     """
-    in_range = (pos >= 0) & (pos < max_position)
     if PAGED:
         p = pos
         if OWN_CACHE_POSITIONS:
@@ -179,12 +179,14 @@ def locate(
         offset = slot % PAGE
         kind = tl.where((pos >= 0) & (slot >= num_pages * PAGE), SLOT, 0)
         value = slot
-    kind = tl.where(pos >= max_position, POSITION, kind)
-    value = tl.where(pos >= max_position, pos, value)
-    writes = in_range & (page >= 0) & (page < num_pages)
+    writes = (pos >= 0) & (page >= 0) & (page < num_pages)
     if not PAGED:
         # Truncating division puts slots −PAGE+1 … −1 on page 0.
-        writes = writes & (value >= 0)
+        writes = writes & (slot >= 0)
+    if ROTARY:
+        kind = tl.where(pos >= max_position, POSITION, kind)
+        value = tl.where(pos >= max_position, pos, value)
+        writes = writes & (pos < max_position)
     return page, offset, writes.to(tl.int32), kind, value
 
 
