@@ -5,14 +5,13 @@ the current device.
 """
 
 from itertools import pairwise
-from threading import get_ident
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from .driver import Launcher
+from . import driver
 from .faults import fault_buffer
 from .geometry import Geometry, decode_geometry
 from .kernels.decode import decode_kernel
@@ -20,11 +19,18 @@ from .layout import cache_view, span
 from .variants import INTERPRETED, Variant, pdl_supported, variant
 
 _UNBOUNDED = 2**63 - 1
-_MAX_VERIFIED = 16384
+_MAX_READY = 1024
 _USUAL = (0, 1, 2, 5, 6, 7, 8, 10)  # the own tensors of a call with no outputs of its own and no cache_positions
 _runtime = triton.knobs.runtime
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device = getattr(torch._C, "_cuda_getDevice", None)
+cu_launch = driver.cu_launch_kernel_ex() if driver.available() else None
+
+
+def launch_hooks():
+    """The profilers attached to Triton's launch hooks right now (falsy when there are none)."""
+    hook = _runtime.launch_enter_hook
+    return getattr(hook, "calls", hook)
 
 
 class Static(NamedTuple):
@@ -89,21 +95,25 @@ class Call(NamedTuple):
         stand_ins = (q, k, q, q, k, q, q, q, positions, positions, positions)
         return tuple([other if own is None else own for own, other in zip(self.own_tensors(), stand_ins, strict=True)])
 
+    def addresses(self) -> tuple[int, ...]:
+        return tuple([x.data_ptr() for x in self.kernel_tensors()])
+
 
 class Plan:
     """A launch of one configuration, for whatever memory it is given.
 
-    `unaligned` is the plan for memory less aligned than this one needs, once there has been any; `verified` the sets of
-    addresses already known to share no memory where they must not; `packings` the distances between q, k and v known to be those
-    of interleaved slices. `flags` and `guard` say which calls the plan is for; `dispatch` sets them.
+    `flags` and `guard` say which calls the plan is for (`dispatch` sets them). `unaligned` is the plan for memory less aligned
+    than this one needs, once there has been any. `packings` holds the distances between q, k and v known to be those of
+    interleaved slices. `_ready` holds launches packed for addresses that passed every check, by stream and addresses.
     """
 
     __slots__ = (
-        "_launchers",
         "_own",
+        "_ready",
+        "_usual",
         "align_bits",
         "align_table_bits",
-        "device_index",
+        "device",
         "faults",
         "flags",
         "grid",
@@ -113,7 +123,6 @@ class Plan:
         "sizes",
         "unaligned",
         "variant",
-        "verified",
     )
 
     def __init__(self, call: Call, compiled: Variant, grid: int, integers: tuple[int, ...]):
@@ -121,48 +130,47 @@ class Plan:
         self.grid = grid
         self.integers = integers
         self.flags = self.guard = self.unaligned = None
-        self.sizes = tuple([end - start for start, end in map(span, call.kernel_tensors())])
-        self.packings, self.verified = set(), set()
         self.align_bits = compiled.static.ALIGN - 1
         self.align_table_bits = compiled.static.ALIGN_TABLE - 1
-        self.device_index = compiled.device.index
+        self.device = compiled.device.index
         self.faults = fault_buffer(compiled.device)
+        self.sizes = tuple([end - start for start, end in map(span, call.kernel_tensors())])
+        self.packings = set()
         self._own = tuple([i for i, x in enumerate(call.own_tensors()) if x is not None])
-        self._launchers = {}
+        self._usual = self._own == _USUAL
+        self._ready = {}
 
     def submit(
         self, q, k, v, k_cache, v_cache, cos_sin, positions, index, cache_positions=None, q_out=None, k_out=None
     ) -> bool:
         """Launch on tensors whose shapes, strides, dtypes and devices are the plan's, unless their addresses ask for a closer look
         first; then do nothing and return False."""
-        if self._own == _USUAL:
-            a, b, p = q.data_ptr(), k.data_ptr(), positions.data_ptr()
+        if self._usual:
             addresses = (
-                a, b, v.data_ptr(), a, b, k_cache.data_ptr(), v_cache.data_ptr(), cos_sin.data_ptr(), p, p, index.data_ptr()
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), cos_sin.data_ptr(),
+                positions.data_ptr(), index.data_ptr(), raw_stream(self.device),
             )  # fmt: skip
-        else:
-            call = Call(q, k, v, k_cache, v_cache, cos_sin, positions, index, True, cache_positions, q_out, k_out)
-            addresses = tuple([t.data_ptr() for t in call.kernel_tensors()])
-        if addresses not in self.verified and not self._apart(addresses):
+            packed = self._ready.get(addresses)
+            if packed is not None and current_device() == self.device and not launch_hooks():
+                if cu_launch(*packed):
+                    driver.launch(packed)
+                return True
+        call = Call(q, k, v, k_cache, v_cache, cos_sin, positions, index, True, cache_positions, q_out, k_out)
+        addresses = call.addresses()
+        if not self._apart(addresses):
             return False
         plan = self if self.is_aligned(addresses) else self.unaligned
         if plan is None:
             return False
-        if not plan.launch(addresses):
-            call = Call(q, k, v, k_cache, v_cache, cos_sin, positions, index, True, cache_positions, q_out, k_out)
-            plan.launch_jit(call.kernel_tensors())
+        plan.launch(call, addresses, self)
         return True
 
     def adopt(self, call: Call) -> None:
         """Launch a call that has passed every check, and remember its memory as good."""
-        tensors = call.kernel_tensors()
-        addresses = tuple([t.data_ptr() for t in tensors])
-        if len(self.packings) < _MAX_VERIFIED:
+        addresses = call.addresses()
+        if len(self.packings) < _MAX_READY:
             self.packings.add((addresses[1] - addresses[0], addresses[2] - addresses[0]))
-        self._remember(addresses)
-        plan = self.fitting(addresses, call)
-        if not plan.launch(addresses):
-            plan.launch_jit(tensors)
+        self.fitting(addresses, call).launch(call, addresses, self)
 
     def fitting(self, addresses: tuple[int, ...], call: Call) -> "Plan":
         """This plan, or the one for less aligned memory if these addresses need it."""
@@ -173,36 +181,29 @@ class Plan:
         return self.unaligned
 
     def is_aligned(self, addresses: tuple[int, ...]) -> bool:
-        a = addresses
-        rows = a[0] | a[1] | a[2] | a[3] | a[4] | a[5] | a[6]
-        return not (rows & self.align_bits or a[7] & self.align_table_bits)
+        rows = 0
+        for address in addresses[:7]:
+            rows |= address
+        return not (rows & self.align_bits or addresses[7] & self.align_table_bits)
 
-    def launch(self, addresses: tuple[int, ...]) -> bool:
-        """Launch on the current stream of the plan's device; False if only `launch_jit` may do it at the moment."""
-        hook = _runtime.launch_enter_hook
-        if not self.variant.direct or getattr(hook, "calls", hook):
-            return False
-        device = self.device_index
-        if _current_device() != device:
-            with torch.cuda.device(device):
-                return self.launch(addresses)
-        launcher = self._launchers.get(get_ident()) or self._new_launcher()
-        launcher(_raw_stream(device), addresses)
-        return True
-
-    def launch_jit(self, tensors: tuple[Tensor, ...]) -> None:
-        """The same launch through `kernel[grid]`."""
-        if not INTERPRETED and _current_device() != self.device_index:
-            with torch.cuda.device(self.device_index):
-                self.launch_jit(tensors)
+    def launch(self, call: Call, addresses: tuple[int, ...], found_by: "Plan | None" = None) -> None:
+        """Launch on the current stream of the plan's device. `found_by` keeps the packed launch for its next `submit`."""
+        if not INTERPRETED and current_device() != self.device:
+            with torch.cuda.device(self.device):
+                self.launch(call, addresses, found_by)
+        elif not self.variant.direct or launch_hooks():
+            self.variant.launch_jit(self.grid, (*call.kernel_tensors(), self.faults), self.integers)
         else:
-            self.variant.launch_jit(self.grid, (*tensors, self.faults), self.integers)
+            stream = raw_stream(self.device)
+            packed = self.pack(addresses, stream)
+            driver.launch(packed)
+            if found_by is not None and found_by._usual:
+                if len(found_by._ready) >= _MAX_READY:
+                    found_by._ready.clear()
+                found_by._ready[(*[addresses[i] for i in _USUAL], stream)] = packed
 
-    def _new_launcher(self) -> Launcher:
-        v = self.variant
-        integers = (self.faults.data_ptr(), *self.integers)
-        launcher = self._launchers[get_ident()] = Launcher(v, self.grid, len(self.sizes), integers)
-        return launcher
+    def pack(self, addresses: tuple[int, ...], stream: int) -> tuple:
+        return driver.pack(self.variant, self.grid, stream, (*addresses, self.faults.data_ptr(), *self.integers))
 
     def _apart(self, addresses: tuple[int, ...]) -> bool:
         """Whether the call's own tensors lie in disjoint ranges; q, k and v may interleave in a packing found good before."""
@@ -210,15 +211,7 @@ class Plan:
         if (addresses[1] - addresses[0], addresses[2] - addresses[0]) in self.packings and 1 in self._own:
             start = min(addresses[:3])
             ranges[:3] = [(start, max(a + n for a, n in ranges[:3]) - start)]
-        if any(a + n > b for (a, n), (b, _) in pairwise(sorted(ranges))):
-            return False
-        self._remember(addresses)
-        return True
-
-    def _remember(self, addresses: tuple[int, ...]) -> None:
-        if len(self.verified) >= _MAX_VERIFIED:
-            self.verified.clear()
-        self.verified.add(addresses)
+        return all(a + n <= b for (a, n), (b, _) in pairwise(sorted(ranges)))
 
 
 def append_plan(call: Call, device: torch.device, *, aligned: bool = True) -> Plan:

@@ -14,8 +14,8 @@ from .rotation import (
     POSITION,
     copy_span,
     load_cos_sin,
-    load_index,
     load_pairs,
+    load_per_token,
     load_span,
     locate,
     report_faults,
@@ -81,13 +81,16 @@ def _q_tile(
     if R > 0:
         if not PREFETCH:
             x1, x2 = load_pairs(src, ok, R, NEOX)
-        pos = load_index(positions_ptr, token, num_tokens)
+        pos = load_per_token(positions_ptr, token, num_tokens, BT)
         c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT)
         if PREFETCH:
             gdc_wait()
             x1, x2 = load_pairs(src, ok, R, NEOX)
-        y1, y2 = rotate_pairs(x1, x2, c, s, turns(pos, max_position, head), q_out_ptr.dtype.element_ty, SOFT)
-        store_pairs(dst, ok, y1, y2, R, NEOX)
+        y1, y2 = rotate_pairs(x1, x2, c, s, q_out_ptr.dtype.element_ty, SOFT)
+        rotated = turns(pos, max_position, head)
+        store_pairs(dst, ok & rotated, y1, y2, R, NEOX)
+        if Q_OUT:
+            store_pairs(dst, ok & (rotated == 0), x1, x2, R, NEOX)
         if REPORT:
             report_faults(faults_ptr, token, tl.where(pos >= max_position, POSITION, 0), pos, group, head, BT)
     elif PREFETCH:
@@ -111,10 +114,10 @@ def _k_tile(
     out = row_pointers(k_out_ptr, token * stride_ko_t + head * stride_ko_h, ALIGN)
     if R > 0 and not PREFETCH:
         x1, x2 = load_pairs(src, ok, R, NEOX)
-    pos = load_index(positions_ptr, token, num_tokens)
+    pos = load_per_token(positions_ptr, token, num_tokens, BT)
     page, offset, writes, kind, value = locate(
         token, pos, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages, max_position,
-        R > 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS,
+        R > 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT,
     )  # fmt: skip
     slot = row_pointers(k_cache_ptr, page * stride_kc_p + offset * stride_kc_t + head * stride_kc_h, ALIGN)
     live = ok & (head * 0 + writes > 0)
@@ -123,10 +126,12 @@ def _k_tile(
         if PREFETCH:
             gdc_wait()
             x1, x2 = load_pairs(src, ok, R, NEOX)
-        y1, y2 = rotate_pairs(x1, x2, c, s, turns(pos, max_position, head), k_cache_ptr.dtype.element_ty, SOFT)
+        y1, y2 = rotate_pairs(x1, x2, c, s, k_cache_ptr.dtype.element_ty, SOFT)
         store_pairs(slot, live, y1, y2, R, NEOX)
         if K_OUT:
-            store_pairs(out, ok, y1, y2, R, NEOX)
+            rotated = turns(pos, max_position, head)
+            store_pairs(out, ok & rotated, y1, y2, R, NEOX)
+            store_pairs(out, ok & (rotated == 0), x1, x2, R, NEOX)
     elif PREFETCH:
         gdc_wait()
     if R < D:
@@ -150,10 +155,10 @@ def _v_tile(
     src = row_pointers(v_ptr, token * stride_v_t + head * stride_v_h, ALIGN)
     if not PREFETCH:
         x = load_span(src, ok, 0, DV)
-    pos = load_index(positions_ptr, token, num_tokens)
+    pos = load_per_token(positions_ptr, token, num_tokens, BT)
     page, offset, writes, _kind, _value = locate(
         token, pos, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages, max_position,
-        ROTARY, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS,
+        ROTARY, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT,
     )  # fmt: skip
     slot = row_pointers(v_cache_ptr, page * stride_vc_p + offset * stride_vc_t + head * stride_vc_h, ALIGN)
     if PREFETCH:

@@ -17,8 +17,9 @@ SLOT = tl.constexpr(4)
 
 @triton.jit
 def row_pointers(ptr, offset, ALIGN: tl.constexpr):
-    """`ptr + offset`, known to be ALIGN-byte aligned. The compiler keeps this hint on a sum and drops it on an argument."""
-    return tl.multiple_of(ptr + offset, [ALIGN, 1])
+    """`ptr + offset`, known to be ALIGN-byte aligned. The compiler keeps this hint on a sum and drops it on an argument; Triton 3.6
+    needs it along both dimensions to load 16 bytes at once."""
+    return tl.multiple_of(ptr + offset, [ALIGN, ALIGN])
 
 
 @triton.jit
@@ -113,13 +114,11 @@ def turns(pos, max_position, head):
 
 
 @triton.jit
-def rotate_pairs(x1, x2, c, s, rows_turn, dtype: tl.constexpr, SOFT: tl.constexpr):
-    """(x1·c − x2·s, x2·c + x1·s) in fp32, one rounding; other rows keep their bits."""
+def rotate_pairs(x1, x2, c, s, dtype: tl.constexpr, SOFT: tl.constexpr):
+    """(x1·c − x2·s, x2·c + x1·s) in fp32, each rounded once."""
     a = x1.to(tl.float32)
     b = x2.to(tl.float32)
-    y1 = round_to(a * c - b * s, dtype, SOFT)
-    y2 = round_to(b * c + a * s, dtype, SOFT)
-    return tl.where(rows_turn, y1, x1), tl.where(rows_turn, y2, x2)
+    return round_to(a * c - b * s, dtype, SOFT), round_to(b * c + a * s, dtype, SOFT)
 
 
 @triton.jit
@@ -141,6 +140,15 @@ def load_index(ptr, token, count):
 
 
 @triton.jit
+def load_per_token(ptr, token, num_tokens, BT: tl.constexpr):
+    """`ptr[token]` as int64 from a tensor of one element a token; −1 past the last token, where only tiles of several reach."""
+    if BT == 1:
+        return tl.load(ptr + token).to(tl.int64)
+    else:
+        return load_index(ptr, token, num_tokens)
+
+
+@triton.jit
 def locate(
     token,
     pos,
@@ -156,6 +164,7 @@ def locate(
     PAGE: tl.constexpr,
     TOKENS_PER_REQUEST: tl.constexpr,
     OWN_CACHE_POSITIONS: tl.constexpr,
+    BT: tl.constexpr,
 ):
     """Where a token's K and V go: (page, offset in page, may be written, fault kind, offending value).
 
@@ -164,7 +173,7 @@ def locate(
     if PAGED:
         p = pos
         if OWN_CACHE_POSITIONS:
-            p = load_index(cache_positions_ptr, token, num_tokens)
+            p = load_per_token(cache_positions_ptr, token, num_tokens, BT)
         column = p // PAGE
         has_entry = (pos >= 0) & (p >= 0) & (column < index_len)
         entry = index_ptr + (token // TOKENS_PER_REQUEST) * stride_index + column

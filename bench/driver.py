@@ -1,0 +1,93 @@
+"""cuLaunchKernelEx through ctypes, with every structure built beforehand: the least a launch from Python can cost."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64}
+
+
+class _AttributeValue(ctypes.Union):
+    _fields_ = [("pad", ctypes.c_char * 64), ("number", ctypes.c_int)]
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: the id, padded to eight bytes, then a union of 64."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", _AttributeValue)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+class Facts(NamedTuple):
+    """How a kernel is launched. arguments: (`p` pointer or `q` int64, value) in the kernel's order, Triton's own last."""
+
+    function: int
+    grid: int
+    num_warps: int
+    shared: int
+    pdl: bool
+    arguments: list[tuple[str, int]]
+
+
+def facts_of(launch: Any) -> Facts:
+    """Of what `DecodeRope.bind` returned.
+
+    Raises:
+        AttributeError: there is no compiled kernel behind it, as on the CPU.
+    """
+    plan, variant = launch.plan, launch.plan.variant
+    arguments = [("p", address) for address in (*launch.addresses, plan.faults.data_ptr())]
+    arguments += [("q", number) for number in plan.integers]
+    arguments += [("p", 0)] * variant.num_scratch
+    pdl = bool(variant.options.get("launch_pdl"))
+    return Facts(variant.function, plan.grid, variant.options["num_warps"], variant.shared, pdl, arguments)
+
+
+def kernel_parameters(arguments: Sequence[tuple[str, int]]) -> tuple[ctypes.Array, list[Any]]:
+    """Array of pointers to the argument values, and the values, which must be kept alive."""
+    values = [_TYPES[kind](value) for kind, value in arguments]
+    return (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values)), values
+
+
+def launch_config(facts: Facts, stream: int) -> tuple[LaunchConfig, LaunchAttribute]:
+    """The configuration, and the attribute it points at, which must be kept alive."""
+    attribute = LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
+    attribute.value.number = 1
+    config = LaunchConfig(shared=facts.shared, stream=stream, num_attributes=int(facts.pdl))
+    config.grid[:] = (facts.grid, 1, 1)
+    config.block[:] = (32 * facts.num_warps, 1, 1)
+    config.attributes = ctypes.pointer(attribute)
+    return config, attribute
+
+
+def raw_launch(launch: Any, stream: int) -> Callable[[], None]:
+    """A bare driver launch of a bound launch's kernel, on `stream`.
+
+    Raises:
+        AttributeError: there is no compiled kernel behind `launch`.
+        OSError: there is no CUDA driver.
+    """
+    facts = facts_of(launch)
+    parameters, values = kernel_parameters(facts.arguments)
+    config, attribute = launch_config(facts, stream)
+    call, function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p(facts.function)
+    by_reference, kept = ctypes.byref(config), (values, config, attribute, launch)
+
+    def run(_kept: tuple = kept) -> None:
+        if code := call(by_reference, function, parameters, None):
+            raise RuntimeError(f"cuLaunchKernelEx: error {code}")
+
+    return run

@@ -1,0 +1,95 @@
+"""decode_rope: bound launches with and without PDL, prefill, and the PyTorch reference."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from bench.buffers import Case, Layer, Meta
+from bench.providers import need
+
+# variant -> (enable_pdl, metadata_ready)
+_LAUNCHES = {"default": (None, False), "plain": (False, False), "pdl": (True, False), "meta": (True, True)}
+_FUNCTIONS = {
+    "function": ("decode_rope", "rope_append_decode"),
+    "prefill": ("decode_rope", "rope_append_prefill"),
+    "reference": ("decode_rope.reference", "rope_append_decode"),
+}
+
+
+class Bound:
+    """A prepared launch with every buffer frozen."""
+
+    group, exact, slow, cpu = "ours", True, False, True
+    modules = ("decode_rope",)
+
+    def __init__(self, name: str, variant: str) -> None:
+        self.name = name
+        self.enable_pdl, self.metadata_ready = _LAUNCHES[variant]
+        self._ops: dict[tuple, tuple[Tensor, Any]] = {}
+
+    def op(self, case: Case, meta: Meta) -> Any:
+        """The DecodeRope of this case; only the last one is kept."""
+        key = (case, meta.cos_sin.data_ptr())
+        if key not in self._ops:
+            # The table is kept with the op: its address is part of the key.
+            self._ops = {key: (meta.cos_sin, self.make_op(case, meta))}
+        return self._ops[key][1]
+
+    def make_op(self, case: Case, meta: Meta, **options: Any) -> Any:
+        """A DecodeRope without warm-up: binding compiles what the case needs and no more."""
+        return need("decode_rope", "DecodeRope")(
+            meta.cos_sin,
+            num_q_heads=case.model.num_q_heads,
+            num_kv_heads=case.model.num_kv_heads,
+            head_dim=case.model.head_dim,
+            page_size=case.page_size,
+            kv_layout="NHD",
+            dtype=case.dtype,
+            device=case.device,
+            enable_pdl=self.enable_pdl,
+            metadata_ready=self.metadata_ready,
+            **options,
+        )
+
+    def launch_object(self, case: Case, meta: Meta, layer: Layer, op: Any = None) -> Any:
+        """What `DecodeRope.bind` returns: call it to launch."""
+        bind = (op or self.op(case, meta)).bind
+        return bind(layer.q, layer.k, layer.v, layer.k_cache, layer.v_cache, meta.positions, block_table=meta.block_table)
+
+    def bind(self, case: Case, meta: Meta, layer: Layer) -> Callable[[], Tensor]:
+        return self.launch_object(case, meta, layer)
+
+    def bind_normed(
+        self, case: Case, meta: Meta, layer: Layer, q_weight: Tensor, k_weight: Tensor, eps: float
+    ) -> Callable[[], Tensor]:
+        """With the heads' RMSNorm fused; Unavailable where this decode_rope has none."""
+        norm = need("decode_rope", "QKNorm")(q_weight, k_weight, eps)
+        return self.launch_object(case, meta, layer, self.make_op(case, meta, norm=norm))
+
+
+class Function:
+    """A plain public function, of decode_rope or of decode_rope.reference.
+
+    By block table where that has a row a token (decode), else by slot mapping (prefill).
+    """
+
+    group, exact, slow, cpu = "ours", True, False, True
+    modules = ("decode_rope",)
+
+    def __init__(self, name: str, module: str, function: str) -> None:
+        self.name = name
+        self.module, self.function = module, function
+
+    def bind(self, case: Case, meta: Meta, layer: Layer) -> Callable[[], Tensor]:
+        function = need(self.module, self.function)
+        arguments = (layer.q, layer.k, layer.v, layer.k_cache, layer.v_cache, meta.cos_sin, meta.positions)
+        if meta.block_table.shape[0] == case.tokens:
+            index = {"block_table": meta.block_table}
+        else:
+            index = {"slot_mapping": meta.slots}
+        return lambda: function(*arguments, **index)
+
+
+def make(name: str, variant: str) -> Bound | Function:
+    return Function(name, *_FUNCTIONS[variant]) if variant in _FUNCTIONS else Bound(name, variant)
