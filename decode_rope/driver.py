@@ -33,9 +33,10 @@ def scratch_parameters(ptx: str, given: int) -> int | None:
     """How many trailing scratch pointers Triton gave a kernel beyond its `given` parameters; None if its PTX shows anything
     else, in which case it must not be launched from here."""
     entry = re.search(r"\.entry\s+\S+\(([^)]*)\)", ptx)
-    kinds = re.findall(r"\.param\s+\.(\w+)", entry[1]) if entry else []
-    extra = kinds[given:]
-    return len(extra) if len(kinds) >= given and set(kinds) <= {"u64", "b64", "s64"} else None
+    if entry is None:
+        return None
+    kinds = re.findall(r"\.param\s+\.(\w+)", entry[1])
+    return len(kinds) - given if len(kinds) >= given and set(kinds) <= {"u64", "b64", "s64"} else None
 
 
 def pack(variant, grid: int, stream: int, parameters: tuple[int, ...]) -> tuple:
@@ -56,7 +57,7 @@ def pack(variant, grid: int, stream: int, parameters: tuple[int, ...]) -> tuple:
     struct.pack_into("=QQI", buffer, _STREAM_AT, stream, base + attribute_at if pdl else 0, pdl)
     struct.pack_into(f"={len(parameters)}q", buffer, _PARAMETERS_AT, *parameters)
     struct.pack_into("=IIi", buffer, attribute_at, _PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-    pointers = (ctypes.c_void_p * count)(*range(base + _PARAMETERS_AT, attribute_at, 8))
+    pointers = (ctypes.c_void_p * count)(*[base + _PARAMETERS_AT + 8 * i for i in range(count)])
     return ctypes.byref(buffer), ctypes.c_void_p(variant.function), pointers, None
 
 

@@ -1,0 +1,61 @@
+"""The launch arguments packed for the driver, read back through the layouts of cuda.h."""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+
+from decode_rope import driver
+
+PTX = """
+.visible .entry decode_kernel(
+    .param .u64 .ptr .global .align 1 decode_kernel_param_0,
+    .param .u64 decode_kernel_param_1,
+    .param .u64 .ptr .global .align 1 decode_kernel_param_2
+)
+"""
+
+
+class Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class Config(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_packed_launch_reads_back(pdl):
+    variant = SimpleNamespace(
+        options={"num_warps": 4} | ({"launch_pdl": True} if pdl else {}), shared=96, function=0x1234, num_scratch=2
+    )
+    parameters = (0x7F0000000010, 5, -7, 2**62)
+    config_ref, function, pointers, extra = driver.pack(variant, 33, 0xABCD, parameters)
+    config = ctypes.cast(config_ref, ctypes.POINTER(Config))[0]
+    assert list(config.grid) == [33, 1, 1] and list(config.block) == [128, 1, 1]
+    assert (config.shared, config.stream, function.value, extra) == (96, 0xABCD, 0x1234, None)
+    values = [ctypes.cast(p, ctypes.POINTER(ctypes.c_int64))[0] for p in pointers]
+    assert values == [*parameters, 0, 0]
+    assert config.num_attributes == pdl
+    if pdl:
+        attribute = config.attributes[0]
+        assert (attribute.id, attribute.value) == (6, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    else:
+        assert not config.attributes
+
+
+@pytest.mark.parametrize("given, scratch", [(1, 2), (3, 0), (4, None)])
+def test_scratch_parameters_are_what_follows_ours(given, scratch):
+    assert driver.scratch_parameters(PTX, given) == scratch
+
+
+def test_a_kernel_with_a_narrow_parameter_is_not_launched_directly():
+    assert driver.scratch_parameters(PTX.replace(".param .u64 decode", ".param .u32 decode"), 1) is None
+    assert driver.scratch_parameters("", 0) is None
