@@ -1,4 +1,4 @@
-"""KV-cache layouts as strides: NHD, HND and flat caches, and any view of them, seen as [page, offset in page, head, element]."""
+"""KV-cache layouts as strides: NHD, HND and flat caches, and any view of them, seen as [page, offset, head, element]."""
 
 from typing import NamedTuple
 
@@ -48,18 +48,24 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two views can touch the same byte. Exact for disjoint ranges and for views of equal strides (slices of one packed
-    tensor); two views of one range with different strides are taken to share only if they start at the same byte."""
+    """Whether two views can touch the same byte. Exact for disjoint ranges, for dense views, and for views of equal strides (slices
+    of one packed tensor); other interleaved views are taken to share only if they start at the same byte."""
     a_start, a_end = span(a)
     b_start, b_end = span(b)
-    if a_start >= b_end or b_start >= a_end:
-        return False
+    if a_start >= b_end or b_start >= a_end or a_start == b_start:
+        return a_start == b_start and a_end > a_start and b_end > b_start
     size = a.element_size()
     delta, odd = divmod(b_start - a_start, size)
-    if a.dtype != b.dtype or a.stride() != b.stride() or odd:
-        return a_start == b_start or bool(odd)
-    dims = [(s, n, m) for s, n, m in zip(a.stride(), a.shape, b.shape, strict=True) if s > 0 and max(n, m) > 1]
-    return _meet(delta, sorted(dims, reverse=True))
+    if a.dtype == b.dtype and a.stride() == b.stride() and not odd:
+        dims = [(s, n, m) for s, n, m in zip(a.stride(), a.shape, b.shape, strict=True) if s > 0 and max(n, m) > 1]
+        return _meet(delta, sorted(dims, reverse=True))
+    a_dense, b_dense = (
+        x.numel() * x.element_size() == end - start for x, start, end in ((a, a_start, a_end), (b, b_start, b_end))
+    )
+    # A view's first and last bytes are its own, whatever lies between.
+    a_holds_an_end = a_start <= b_start < a_end or a_start < b_end <= a_end
+    b_holds_an_end = b_start <= a_start < b_end or b_start < a_end <= b_end
+    return (a_dense and (a_holds_an_end or b_dense)) or (b_dense and b_holds_an_end) or bool(odd)
 
 
 def _meet(delta: int, dims: list[tuple[int, int, int]]) -> bool:

@@ -137,7 +137,7 @@ class Plan:
         self.sizes = tuple([end - start for start, end in map(span, call.kernel_tensors())])
         self.packings = set()
         self._own = tuple([i for i, x in enumerate(call.own_tensors()) if x is not None])
-        self._usual = self._own == _USUAL
+        self._usual = self._own == _USUAL and compiled.direct
         self._ready = {}
 
     def submit(
@@ -224,7 +224,7 @@ def append_plan(call: Call, device: torch.device, *, aligned: bool = True) -> Pl
     """
     q, num_tokens = call.q, call.q.shape[0]
     num_kv_heads = 0 if call.k is None else call.k.shape[1]
-    geometry = call.geometry or decode_geometry(num_tokens, q.shape[1], num_kv_heads, q.shape[2])
+    geometry = call.geometry or decode_geometry(num_tokens, q.shape[1], num_kv_heads, q.shape[2], call.metadata_ready)
     k_view = None if call.k is None else cache_view(call.k_cache, call.kv_layout)
     static = _static(call, geometry, 1 if k_view is None else k_view.page_size, device)
     strides = _strides(call)

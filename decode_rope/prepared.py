@@ -103,7 +103,7 @@ class DecodeRope:
             return self
         done = set()
         for num_tokens in range(1, max_tokens + 1):
-            geometry = self.geometry or decode_geometry(num_tokens, *self.heads[:3])
+            geometry = self.geometry or decode_geometry(num_tokens, *self.heads[:3], self.metadata_ready)
             if geometry not in done:
                 done.add(geometry)
                 call = self._example(num_tokens, torch.device("meta"))

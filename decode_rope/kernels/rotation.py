@@ -35,6 +35,15 @@ def round_to(x, dtype: tl.constexpr, SOFT: tl.constexpr):
 
 
 @triton.jit
+def widen(x, SOFT: tl.constexpr):
+    """To fp32, exactly. SOFT does it in integers for bf16, whose subnormals the interpreter misreads."""
+    if SOFT and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def load_pairs(row_ptr, row_ok, R: tl.constexpr, NEOX: tl.constexpr):
     """The two members of every rotated pair, each `[ROWS, next_power_of_2(R/2)]`."""
     HALF: tl.constexpr = R // 2
@@ -116,8 +125,8 @@ def turns(pos, max_position, head):
 @triton.jit
 def rotate_pairs(x1, x2, c, s, dtype: tl.constexpr, SOFT: tl.constexpr):
     """(x1·c − x2·s, x2·c + x1·s) in fp32, each rounded once."""
-    a = x1.to(tl.float32)
-    b = x2.to(tl.float32)
+    a = widen(x1, SOFT)
+    b = widen(x2, SOFT)
     return round_to(a * c - b * s, dtype, SOFT), round_to(b * c + a * s, dtype, SOFT)
 
 

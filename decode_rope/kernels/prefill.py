@@ -1,0 +1,482 @@
+"""The prefill kernel: rotates Q and K and writes K and V into their slots, for many tokens at once.
+
+A program takes BT tokens of LOOP groups of BH heads, of Q, of K or of V. It issues the loads of all its heads before anything
+waits, and reads the angles of its tokens once for all of them; bytes in flight are what a copy-bound kernel lives on. The grid is
+1-D and token-major: the programs of one stretch of tokens are neighbours, so that its angles and index entries stay in the cache.
+It moves the bytes that the decode kernel moves, and writes no others.
+"""
+
+import triton
+import triton.language as tl
+
+from .rotation import (
+    POSITION,
+    load_cos_sin,
+    load_pairs,
+    load_span,
+    locate,
+    report_faults,
+    rotate_pairs,
+    row_pointers,
+    store_pairs,
+    store_span,
+    tile_rows,
+)
+
+POINTERS = (
+    "q_ptr",
+    "k_ptr",
+    "v_ptr",
+    "q_out_ptr",
+    "k_out_ptr",
+    "k_cache_ptr",
+    "v_cache_ptr",
+    "cos_sin_ptr",
+    "positions_ptr",
+    "cache_positions_ptr",
+    "index_ptr",
+    "cu_seqlens_ptr",
+    "axis_map_ptr",
+    "faults_ptr",
+)
+# Strides are in elements; `index_len` is the block table's width, or the number of slots.
+INTEGERS = (
+    "index_len",
+    "stride_index",
+    "num_tokens",
+    "max_position",
+    "num_pages",
+    "tokens_per_request",
+    "num_requests",
+    "search_steps",
+    "stride_axis",
+    "stride_q_t",
+    "stride_q_h",
+    "stride_k_t",
+    "stride_k_h",
+    "stride_v_t",
+    "stride_v_h",
+    "stride_qo_t",
+    "stride_qo_h",
+    "stride_ko_t",
+    "stride_ko_h",
+    "stride_kc_p",
+    "stride_kc_t",
+    "stride_kc_h",
+    "stride_vc_p",
+    "stride_vc_t",
+    "stride_vc_h",
+)
+_PAST_ANY = tl.constexpr(2**32 - 1)
+
+
+@triton.jit
+def load_heads(
+    ptr, base, stride_h, block, group, num_tokens,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, TAIL: tl.constexpr,
+    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """The rotated pairs of LOOP groups of heads, and with TAIL the elements behind them; `base` is each row's token offset."""
+    pairs = ()
+    tails = ()
+    for i in tl.static_range(LOOP):
+        token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
+        row = row_pointers(ptr, base + head * stride_h, ALIGN)
+        if R > 0:
+            pairs += (load_pairs(row, ok, R, NEOX),)
+        if TAIL:
+            tails += (load_span(row, ok, R, D - R),)
+    return pairs, tails
+
+
+@triton.jit
+def store_heads(
+    ptr, base, stride_h, pairs, tails, block, group, num_tokens,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, TAIL: tl.constexpr,
+    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """What `load_heads` reads, written to memory laid out alike."""
+    for i in tl.static_range(LOOP):
+        token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
+        row = row_pointers(ptr, base + head * stride_h, ALIGN)
+        if R > 0:
+            store_pairs(row, ok, pairs[i][0], pairs[i][1], R, NEOX)
+        if TAIL:
+            store_span(row, ok, tails[i], R, D - R)
+
+
+@triton.jit
+def past_table(
+    positions_ptr, at, valid, pos, stride_axis, axis_map_ptr, max_position, R: tl.constexpr, AXES: tl.constexpr
+):  # fmt: skip
+    """The first position of each row that the table does not hold, else −1. `pos` is axis 0's, and negative in padding rows.
+
+    With several axes, those that no pair uses are not looked at, and a negative position on another axis than the first counts
+    as 2^32 − 1.
+    """
+    if R == 0:
+        bad = pos * 0 - 1
+    elif AXES == 0:
+        bad = tl.where(pos >= max_position, pos, -1)
+    else:
+        HALF: tl.constexpr = R // 2
+        pair = tl.arange(0, triton.next_power_of_2(HALF))
+        axis = _axis_of(axis_map_ptr, pair, HALF, AXES)
+        bad = pos * 0 - 1
+        for a in tl.static_range(AXES - 1, -1, -1):
+            used = tl.max((axis == a).to(tl.int32), axis=0)
+            p = tl.load(positions_ptr + a * stride_axis + at, mask=valid, other=0).to(tl.int64)
+            wrong = used * ((p < 0) | (p >= max_position)).to(tl.int32)
+            bad = tl.where(wrong > 0, tl.where(p < 0, _PAST_ANY, p), bad)
+        bad = tl.where(pos < 0, -1, bad)
+    return bad
+
+
+@triton.jit
+def _axis_of(axis_map_ptr, pair, HALF: tl.constexpr, AXES: tl.constexpr):
+    """The axis of each pair; entries of the map outside the axes count as the nearest one."""
+    axis = tl.load(axis_map_ptr + tl.minimum(pair, HALF - 1)).to(tl.int32)
+    return tl.minimum(tl.maximum(axis, 0), AXES - 1)
+
+
+@triton.jit
+def load_angles(
+    cos_sin_ptr, positions_ptr, at, valid, pos, head, stride_axis, axis_map_ptr, max_position,
+    R: tl.constexpr, AXES: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """cos and sin of every row, `[ROWS, next_power_of_2(R/2)]`. A row of several axes takes each pair from its axis's angles:
+    whole rows of the table are read and selected from, for a gather could not use wide loads."""
+    if AXES == 0:
+        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT)
+    else:
+        pair = tl.arange(0, triton.next_power_of_2(R // 2))[None, :] + (head * 0).to(tl.int32)
+        axis = _axis_of(axis_map_ptr, pair, R // 2, AXES)
+        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT)
+        for a in tl.static_range(1, AXES):
+            p = tl.load(positions_ptr + a * stride_axis + at, mask=valid, other=0).to(tl.int64)
+            ca, sa = load_cos_sin(cos_sin_ptr, p, max_position, head, R, ALIGN_TABLE, BT)
+            c = tl.where(axis == a, ca, c)
+            s = tl.where(axis == a, sa, s)
+    return c, s
+
+
+@triton.jit
+def _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requests, RAGGED: tl.constexpr):
+    """Axis 0's position of each token; −1 past the end, and for tokens before the first sequence or behind the last."""
+    valid = token < num_tokens
+    pos = tl.load(positions_ptr + token, mask=valid, other=-1).to(tl.int64)
+    if RAGGED:
+        first = tl.load(cu_seqlens_ptr).to(tl.int64)
+        last = tl.load(cu_seqlens_ptr + num_requests).to(tl.int64)
+        pos = tl.where((token >= first) & (token < last), pos, -1)
+    return pos, valid
+
+
+@triton.jit
+def _bisect(cu_seqlens_ptr, token, num_requests, search_steps):
+    """The last sequence that begins at or before `token`, or 0."""
+    low = token * 0
+    high = low + num_requests
+    for _ in range(search_steps):
+        middle = (low + high) >> 1
+        below = tl.load(cu_seqlens_ptr + middle).to(tl.int64) <= token
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    return low
+
+
+@triton.jit
+def _slots(
+    request, token, pos, bad, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """(page, offset in page, may be written, fault kind, offending value) of each token."""
+    table_ptr = index_ptr
+    if PAGED:
+        # `locate` steps from row to row with the token; start it where that lands on the token's request.
+        table_ptr = index_ptr + (request - token) * stride_index
+    page, offset, writes, kind, value = locate(
+        token, pos, cache_positions_ptr, table_ptr, index_len, stride_index, num_tokens, num_pages, 0,
+        False, PAGED, PAGE, 1, OWN_CACHE_POSITIONS, BT,
+    )  # fmt: skip
+    kind = tl.where(bad >= 0, POSITION, kind)
+    value = tl.where(bad >= 0, bad, value)
+    return page, offset, (writes > 0) & (bad < 0), kind, value
+
+
+@triton.jit
+def _store_rows(
+    request, block, group, pairs, tails, pos, bad, cache_ptr, cache_positions_ptr, index_ptr, faults_ptr,
+    index_len, stride_index, num_tokens, num_pages, stride_p, stride_t, stride_h,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+    OWN_CACHE_POSITIONS: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """Write LOOP groups of heads to the slots of their tokens, which are in `request` (one for all, or one a row)."""
+    token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
+    page, offset, writes, kind, value = _slots(
+        request, token, pos, bad, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages,
+        PAGED, PAGE, OWN_CACHE_POSITIONS, BT,
+    )  # fmt: skip
+    slot = page * stride_p + offset * stride_t
+    for i in tl.static_range(LOOP):
+        token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
+        row = row_pointers(cache_ptr, slot + head * stride_h, ALIGN)
+        if R > 0:
+            store_pairs(row, ok & writes, pairs[i][0], pairs[i][1], R, NEOX)
+        if R < D:
+            store_span(row, ok & writes, tails[i], R, D - R)
+    if REPORT:
+        token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
+        report_faults(faults_ptr, token, kind, value, group, head, BT)
+
+
+@triton.jit
+def _store(
+    block, group, pairs, tails, pos, bad, cache_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, faults_ptr,
+    index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests, search_steps,
+    stride_p, stride_t, stride_h,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+    RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """Find the requests of a tile's tokens, then `_store_rows`."""
+    token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
+    if RAGGED and PAGED:
+        # Walk the tile from sequence to sequence, mostly one step. `cursor` always moves, so no contents can hold us up.
+        cursor = block * BT
+        stop = tl.minimum(cursor + BT, num_tokens)
+        while cursor < stop:
+            request = _bisect(cu_seqlens_ptr, cursor, num_requests, search_steps)
+            begins, ends = _bounds(cu_seqlens_ptr, request, num_requests)
+            inside = (token >= begins) & (token >= cursor) & (token < ends)
+            _store_rows(
+                request, block, group, pairs, tails, tl.where(inside, pos, -1), tl.where(inside, bad, -1), cache_ptr,
+                cache_positions_ptr, index_ptr, faults_ptr,
+                index_len, stride_index, num_tokens, num_pages, stride_p, stride_t, stride_h,
+                H, D, R, NEOX, PAGED, PAGE, OWN_CACHE_POSITIONS, REPORT, ALIGN, BT, BH, LOOP,
+            )  # fmt: skip
+            cursor = tl.maximum(ends, cursor + 1)
+    else:
+        request = token
+        if PAGED:
+            request = token // tokens_per_request
+        _store_rows(
+            request, block, group, pairs, tails, pos, bad, cache_ptr, cache_positions_ptr, index_ptr, faults_ptr,
+            index_len, stride_index, num_tokens, num_pages, stride_p, stride_t, stride_h,
+            H, D, R, NEOX, PAGED, PAGE, OWN_CACHE_POSITIONS, REPORT, ALIGN, BT, BH, LOOP,
+        )  # fmt: skip
+
+
+@triton.jit
+def _bounds(cu_seqlens_ptr, request, num_requests):
+    """The first token of a sequence and the one after its last; an empty range if there are no sequences."""
+    some = request < num_requests
+    begins = tl.load(cu_seqlens_ptr + request, mask=some, other=0).to(tl.int64)
+    ends = tl.load(cu_seqlens_ptr + request + 1, mask=some, other=0).to(tl.int64)
+    return begins, ends
+
+
+@triton.jit
+def rotate_heads(pairs, c, s, turn, dtype: tl.constexpr, LOOP: tl.constexpr, SOFT: tl.constexpr):
+    """All pairs turned, in the rows that turn; the others keep their bits."""
+    turned = ()
+    for i in tl.static_range(LOOP):
+        y1, y2 = rotate_pairs(pairs[i][0], pairs[i][1], c, s, dtype, SOFT)
+        turned += ((tl.where(turn, y1, pairs[i][0]), tl.where(turn, y2, pairs[i][1])),)
+    return turned
+
+
+@triton.jit
+def _rotate_tile(
+    block, group, q_ptr, q_out_ptr, cos_sin_ptr, positions_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr,
+    num_tokens, max_position, num_requests, stride_axis, stride_q_t, stride_q_h, stride_qo_t, stride_qo_h,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, RAGGED: tl.constexpr,
+    OUT: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, SOFT: tl.constexpr,
+):  # fmt: skip
+    token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
+    TAIL: tl.constexpr = OUT and R < D
+    pairs, tails = load_heads(
+        q_ptr, token * stride_q_t, stride_q_h, block, group, num_tokens, H, D, R, NEOX, TAIL, ALIGN, BT, BH, LOOP
+    )
+    if R > 0:
+        pos, valid = _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requests, RAGGED)
+        bad = past_table(positions_ptr, token, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
+        c, s = load_angles(
+            cos_sin_ptr, positions_ptr, token, valid, pos, head, stride_axis, axis_map_ptr, max_position,
+            R, AXES, ALIGN_TABLE, BT,
+        )  # fmt: skip
+        pairs = rotate_heads(pairs, c, s, (pos >= 0) & (bad < 0), q_out_ptr.dtype.element_ty, LOOP, SOFT)
+        if REPORT:
+            report_faults(faults_ptr, token, tl.where(bad >= 0, POSITION, 0), bad, group, head, BT)
+    store_heads(
+        q_out_ptr, token * stride_qo_t, stride_qo_h, pairs, tails, block, group, num_tokens,
+        H, D, R, NEOX, TAIL, ALIGN, BT, BH, LOOP,
+    )  # fmt: skip
+
+
+@triton.jit
+def _k_tile(
+    block, group, k_ptr, k_out_ptr, k_cache_ptr, cos_sin_ptr, positions_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr,
+    axis_map_ptr, faults_ptr, index_len, stride_index, num_tokens, max_position, num_pages, tokens_per_request,
+    num_requests, search_steps, stride_axis,
+    stride_k_t, stride_k_h, stride_ko_t, stride_ko_h, stride_kc_p, stride_kc_t, stride_kc_h,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr,
+    PAGE: tl.constexpr, RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, K_OUT: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+    SOFT: tl.constexpr,
+):  # fmt: skip
+    token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
+    pairs, tails = load_heads(
+        k_ptr, token * stride_k_t, stride_k_h, block, group, num_tokens, H, D, R, NEOX, R < D, ALIGN, BT, BH, LOOP
+    )
+    pos, valid = _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requests, RAGGED)
+    bad = past_table(positions_ptr, token, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
+    if R > 0:
+        c, s = load_angles(
+            cos_sin_ptr, positions_ptr, token, valid, pos, head, stride_axis, axis_map_ptr, max_position,
+            R, AXES, ALIGN_TABLE, BT,
+        )  # fmt: skip
+        pairs = rotate_heads(pairs, c, s, (pos >= 0) & (bad < 0), k_cache_ptr.dtype.element_ty, LOOP, SOFT)
+    if K_OUT:
+        store_heads(
+            k_out_ptr, token * stride_ko_t, stride_ko_h, pairs, tails, block, group, num_tokens,
+            H, D, R, NEOX, R < D, ALIGN, BT, BH, LOOP,
+        )  # fmt: skip
+    _store(
+        block, group, pairs, tails, pos, bad, k_cache_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, faults_ptr,
+        index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests, search_steps,
+        stride_kc_p, stride_kc_t, stride_kc_h,
+        H, D, R, NEOX, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, True, ALIGN, BT, BH, LOOP,
+    )  # fmt: skip
+
+
+@triton.jit
+def _v_tile(
+    block, group, v_ptr, v_cache_ptr, positions_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr,
+    index_len, stride_index, num_tokens, max_position, num_pages, tokens_per_request, num_requests, search_steps, stride_axis,
+    stride_v_t, stride_v_h, stride_vc_p, stride_vc_t, stride_vc_h,
+    H: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+    RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr,
+    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
+    pairs, rows = load_heads(
+        v_ptr, token * stride_v_t, stride_v_h, block, group, num_tokens, H, DV, 0, True, True, ALIGN, BT, BH, LOOP
+    )
+    pos, valid = _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requests, RAGGED)
+    bad = past_table(positions_ptr, token, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
+    _store(
+        block, group, pairs, rows, pos, bad, v_cache_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, faults_ptr,
+        index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests, search_steps,
+        stride_vc_p, stride_vc_t, stride_vc_h,
+        H, DV, 0, True, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, False, ALIGN, BT, BH, LOOP,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*POINTERS, *INTEGERS])
+def prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    cache_positions_ptr,
+    index_ptr,
+    cu_seqlens_ptr,
+    axis_map_ptr,
+    faults_ptr,
+    index_len: tl.int64,
+    stride_index: tl.int64,
+    num_tokens: tl.int64,
+    max_position: tl.int64,
+    num_pages: tl.int64,
+    tokens_per_request: tl.int64,
+    num_requests: tl.int64,
+    search_steps: tl.int64,  # halvings that take num_requests to 1
+    stride_axis: tl.int64,  # from one axis of positions to the next
+    stride_q_t: tl.int64,
+    stride_q_h: tl.int64,
+    stride_k_t: tl.int64,
+    stride_k_h: tl.int64,
+    stride_v_t: tl.int64,
+    stride_v_h: tl.int64,
+    stride_qo_t: tl.int64,
+    stride_qo_h: tl.int64,
+    stride_ko_t: tl.int64,
+    stride_ko_h: tl.int64,
+    stride_kc_p: tl.int64,
+    stride_kc_t: tl.int64,
+    stride_kc_h: tl.int64,
+    stride_vc_p: tl.int64,
+    stride_vc_t: tl.int64,
+    stride_vc_h: tl.int64,
+    HQ: tl.constexpr,  # query heads
+    HKV: tl.constexpr,  # KV heads; 0: rotate Q only
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    R: tl.constexpr,  # rotary_dim; 0: NoPE
+    NEOX: tl.constexpr,
+    AXES: tl.constexpr,  # rows of positions; 0: one, and no axis map
+    CACHE: tl.constexpr,  # K and V are written to a cache
+    PAGED: tl.constexpr,  # index is a block table, else a slot mapping
+    PAGE: tl.constexpr,
+    RAGGED: tl.constexpr,  # cu_seqlens says where sequences begin and end
+    OWN_CACHE_POSITIONS: tl.constexpr,
+    Q_OUT: tl.constexpr,  # Q goes to its own tensor, so its unrotated tail is copied too
+    K_OUT: tl.constexpr,
+    ALIGN: tl.constexpr,  # bytes every row of q, k, v, outputs and caches is aligned to
+    ALIGN_TABLE: tl.constexpr,
+    BTQ: tl.constexpr,
+    BHQ: tl.constexpr,
+    LOOPQ: tl.constexpr,
+    BTK: tl.constexpr,
+    BHK: tl.constexpr,
+    LOOPK: tl.constexpr,
+    SOFT: tl.constexpr,  # integer rounding to bf16, for the interpreter
+):
+    NQ: tl.constexpr = (HQ + BHQ * LOOPQ - 1) // (BHQ * LOOPQ)
+    NK: tl.constexpr = (HKV + BHK * LOOPK - 1) // (BHK * LOOPK)
+    STRETCH: tl.constexpr = max(BTQ, BTK)
+    Q_TILES: tl.constexpr = STRETCH // BTQ * NQ
+    K_TILES: tl.constexpr = STRETCH // BTK * NK
+    V_TILES: tl.constexpr = K_TILES if CACHE else 0
+    pid = tl.program_id(0)
+    stretch = (pid // (Q_TILES + K_TILES + V_TILES)).to(tl.int64)
+    tile = pid % (Q_TILES + K_TILES + V_TILES)
+    if HKV == 0 or tile < Q_TILES:
+        _rotate_tile(
+            stretch * (STRETCH // BTQ) + tile // NQ, tile % NQ, q_ptr, q_out_ptr, cos_sin_ptr, positions_ptr, cu_seqlens_ptr,
+            axis_map_ptr, faults_ptr, num_tokens, max_position, num_requests, stride_axis,
+            stride_q_t, stride_q_h, stride_qo_t, stride_qo_h,
+            HQ, D, R, NEOX, AXES, RAGGED, Q_OUT, HKV == 0, ALIGN, ALIGN_TABLE, BTQ, BHQ, LOOPQ, SOFT,
+        )  # fmt: skip
+    elif not CACHE:
+        _rotate_tile(
+            stretch * (STRETCH // BTK) + (tile - Q_TILES) // NK, (tile - Q_TILES) % NK, k_ptr, k_out_ptr, cos_sin_ptr,
+            positions_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr, num_tokens, max_position, num_requests, stride_axis,
+            stride_k_t, stride_k_h, stride_ko_t, stride_ko_h,
+            HKV, D, R, NEOX, AXES, RAGGED, True, True, ALIGN, ALIGN_TABLE, BTK, BHK, LOOPK, SOFT,
+        )  # fmt: skip
+    elif tile < Q_TILES + K_TILES:
+        _k_tile(
+            stretch * (STRETCH // BTK) + (tile - Q_TILES) // NK, (tile - Q_TILES) % NK, k_ptr, k_out_ptr, k_cache_ptr,
+            cos_sin_ptr, positions_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr,
+            index_len, stride_index, num_tokens, max_position, num_pages, tokens_per_request, num_requests, search_steps,
+            stride_axis, stride_k_t, stride_k_h, stride_ko_t, stride_ko_h, stride_kc_p, stride_kc_t, stride_kc_h,
+            HKV, D, R, NEOX, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, K_OUT, ALIGN, ALIGN_TABLE, BTK, BHK, LOOPK, SOFT,
+        )  # fmt: skip
+    else:
+        tile -= Q_TILES + K_TILES
+        _v_tile(
+            stretch * (STRETCH // BTK) + tile // NK, tile % NK, v_ptr, v_cache_ptr, positions_ptr, cache_positions_ptr,
+            index_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr, index_len, stride_index, num_tokens, max_position, num_pages,
+            tokens_per_request, num_requests, search_steps, stride_axis,
+            stride_v_t, stride_v_h, stride_vc_p, stride_vc_t, stride_vc_h,
+            HKV, DV, R, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, ALIGN, BTK, BHK, LOOPK,
+        )  # fmt: skip
