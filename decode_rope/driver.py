@@ -29,6 +29,13 @@ def available() -> bool:
         return False
 
 
+def version() -> str:
+    """The newest CUDA version the driver supports, such as 13.0."""
+    number = ctypes.c_int()
+    _library().cuDriverGetVersion(ctypes.byref(number))
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
 def scratch_parameters(ptx: str, given: int) -> int | None:
     """How many trailing scratch pointers Triton gave a kernel beyond its `given` parameters; None if its PTX shows anything
     else, in which case it must not be launched from here."""

@@ -18,7 +18,8 @@ def fault_buffer(device: torch.device) -> Tensor:
     """The int64 `[2]` fault record of a device: a count, and the lowest faulty row since the last check. Never freed."""
     buffer = _BUFFERS.get(device)
     if buffer is None:
-        buffer = _BUFFERS[device] = torch.tensor([0, NO_RECORD], dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # an inference tensor could not be cleared outside that mode
+            buffer = _BUFFERS[device] = torch.tensor([0, NO_RECORD], dtype=torch.int64, device=device)
     return buffer
 
 

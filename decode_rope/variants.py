@@ -64,7 +64,7 @@ class Variant:
             self.run = self.compiled.run  # reading it loads the module
         self.function, self.metadata = self.compiled.function, self.compiled.packed_metadata
         self.shared = self.compiled.metadata.shared
-        if _DIRECT and driver.available():
+        if DIRECT and driver.available():
             self.num_scratch = driver.scratch_parameters(self.compiled.asm["ptx"], len(dtypes) + len(integers))
             self.direct = self.num_scratch is not None and self.compiled.metadata.global_scratch_size == 0
 
@@ -104,7 +104,7 @@ def pdl_supported(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-_DIRECT = (
+DIRECT = (
     not INTERPRETED
     and not torch.version.hip
     and _TRIED_VERSIONS[0] <= _VERSION <= _TRIED_VERSIONS[1]
