@@ -5,7 +5,6 @@ Results never depend on it; only time does.
 
 from typing import NamedTuple
 
-
 _FEW_ELEMENTS = 2**19  # of q, k and v together
 
 

@@ -21,16 +21,13 @@ from .variants import INTERPRETED, Variant, pdl_supported, variant
 _UNBOUNDED = 2**63 - 1
 _MAX_READY = 1024
 _USUAL = (0, 1, 2, 5, 6, 7, 8, 10)  # the own tensors of a call with no outputs of its own and no cache_positions
-_runtime = triton.knobs.runtime
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 cu_launch = driver.cu_launch_kernel_ex() if driver.available() else None
 
 
-def launch_hooks():
-    """The profilers attached to Triton's launch hooks right now (falsy when there are none)."""
-    hook = _runtime.launch_enter_hook
-    return getattr(hook, "calls", hook)
+# A profiler that wants to see Triton's launches adds itself to this chain; while it is not empty, launches go through Triton.
+launch_hooks = getattr(triton.knobs.runtime.launch_enter_hook, "calls", ())
 
 
 class Static(NamedTuple):
@@ -151,7 +148,7 @@ class Plan:
                 positions.data_ptr(), index.data_ptr(), raw_stream(self.device),
             )  # fmt: skip
             packed = self._ready.get(addresses)
-            if packed is not None and current_device() == self.device and not launch_hooks():
+            if packed is not None and current_device() == self.device and not launch_hooks:
                 if cu_launch(*packed):
                     driver.launch(packed)
                 return True
@@ -191,7 +188,7 @@ class Plan:
         if not INTERPRETED and current_device() != self.device:
             with torch.cuda.device(self.device):
                 self.launch(call, addresses, found_by)
-        elif not self.variant.direct or launch_hooks():
+        elif not self.variant.direct or launch_hooks:
             self.variant.launch_jit(self.grid, (*call.kernel_tensors(), self.faults), self.integers)
         else:
             stream = raw_stream(self.device)

@@ -260,9 +260,12 @@ class Bound:
         self._device = plan and plan.device
 
     def __call__(self) -> Tensor:
-        if self._packed and current_device() == self._device and not launch_hooks():
-            packed = self._packed.get(raw_stream(self._device))
-            if packed is not None and not cu_launch(*packed):
+        device = self._device
+        if self._packed and current_device() == device and not launch_hooks:
+            packed = self._packed.get(raw_stream(device))
+            if packed is not None:
+                if cu_launch(*packed):
+                    driver.launch(packed)
                 return self._output
         return self._first_on_stream()
 
@@ -272,7 +275,7 @@ class Bound:
         if plan is None:
             if self._call.q.shape[0] > 0:
                 run_reference(self._call)
-        elif INTERPRETED or not plan.variant.direct or launch_hooks():
+        elif INTERPRETED or not plan.variant.direct or launch_hooks:
             plan.launch(self._call, self.addresses)
         else:
             with torch.cuda.device(self._device):
