@@ -24,7 +24,8 @@ def capture(calls: Sequence[Callable[[], object]], *, warm: int | None = None) -
     """One CUDA graph holding `calls` in order. The first `warm` calls (default: all) run once beforehand.
 
     Results stay alive until the capture ends: a provider that allocates its output must not get the same
-    memory for every layer, which would keep that output in the cache.
+    memory for every layer, which would keep that output in the cache. The calls live as long as the graph, for it
+    writes to whatever buffers they own.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -37,6 +38,7 @@ def capture(calls: Sequence[Callable[[], object]], *, warm: int | None = None) -
     with torch.cuda.graph(graph):
         results = [call() for call in calls]
     del results
+    graph.calls = list(calls)
     graph.replay()
     torch.cuda.synchronize()
     return graph

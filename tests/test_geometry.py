@@ -1,0 +1,27 @@
+"""Launch geometry: every choice covers every row once and can be compiled."""
+
+import pytest
+
+from decode_rope.geometry import Geometry, check_geometry, decode_geometry
+
+HEADS = [(32, 8, 128), (8, 1, 128), (64, 8, 64), (71, 1, 64), (1, 1, 2), (5, 1, 100), (9, 3, 64), (128, 8, 512), (7, 0, 128)]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("metadata_ready", [False, True])
+def test_every_choice_can_be_compiled(heads, metadata_ready):
+    for num_tokens in (1, 2, 7, 64, 65, 512, 5000):
+        geometry = decode_geometry(num_tokens, *heads, metadata_ready)
+        check_geometry(geometry)
+        assert geometry.tokens_q * geometry.heads_q * heads[2] // 2 <= 32 * 32 * geometry.num_warps or geometry.heads_q == 2
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_a_server_needs_few_kernels(heads):
+    assert len({decode_geometry(num_tokens, *heads) for num_tokens in range(1, 2049)}) <= 2
+
+
+def test_programs_count_the_tiles():
+    geometry = Geometry(tokens_q=2, heads_q=8, tokens_kv=4, heads_kv=2, num_warps=4, pdl=False)
+    assert geometry.programs(5, 20, 3) == 3 * 3 + 2 * (2 * 2)
+    assert geometry.programs(5, 20, 0) == 9
