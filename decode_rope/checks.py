@@ -251,6 +251,8 @@ def _output(name: str, out, like: Tensor) -> None:
 
 def _one_device(given: dict[str, Tensor]) -> None:
     device = given["q"].device
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"q: expected device cuda or cpu, got {device}")
     for name, x in given.items():
         if x.device != device:
             raise ValueError(f"{name}: expected device {device} as q, got {x.device}; move it before the call")
@@ -268,7 +270,6 @@ def _no_grad(given: dict[str, Tensor]) -> None:
 
 def _aliasing(given: dict[str, Tensor]) -> None:
     """Written tensors may not overlap themselves or anything else that is read or written, except q_out on q and k_out on k."""
-    q, k = given["q"], given.get("k")
     in_place = "q" if "q_out" not in given else "q_out"
     for name in (in_place, "k_out", "k_cache", "v_cache"):
         out = given.get(name)
@@ -279,10 +280,9 @@ def _aliasing(given: dict[str, Tensor]) -> None:
                 f"{name}: expected every element at its own address, got strides {out.stride()} for shape {tuple(out.shape)}; "
                 f"it is written to, so it may not be an expanded view"
             )
-        own = {"q_out": q, "k_out": k}.get(name)
         for other, x in given.items():
             if other == name or not share_memory(out, x):
                 continue
-            if x is own and out.data_ptr() == x.data_ptr() and out.stride() == x.stride():
+            if name == f"{other}_out" and out.data_ptr() == x.data_ptr() and out.stride() == x.stride():
                 continue
             raise ValueError(f"{name}: expected memory of its own, got memory shared with {other}")

@@ -19,7 +19,8 @@ def fault_buffer(device: torch.device) -> Tensor:
     buffer = _BUFFERS.get(device)
     if buffer is None:
         with torch.inference_mode(False):  # an inference tensor could not be cleared outside that mode
-            buffer = _BUFFERS[device] = torch.tensor([0, NO_RECORD], dtype=torch.int64, device=device)
+            buffer = torch.tensor([0, NO_RECORD], dtype=torch.int64, device=device)
+        buffer = _BUFFERS.setdefault(device, buffer)  # another thread's, if it was first
     return buffer
 
 

@@ -88,7 +88,8 @@ def variant(kernel, device: torch.device, dtypes: tuple, static: NamedTuple, num
                 "cannot be loaded; call DecodeRope.warmup(max_tokens) or make the same call once before capturing"
             )
         fault_buffer(device)
-        found = _VARIANTS[key] = Variant(kernel, device, dtypes, static, num_warps)
+        # Two threads may both come here; setdefault lets one of their kernels stay, without a lock that a fork could strand.
+        found = _VARIANTS.setdefault(key, Variant(kernel, device, dtypes, static, num_warps))
     return found
 
 
