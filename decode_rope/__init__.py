@@ -5,7 +5,10 @@ from ._version import __version__
 from .api import rope_append_decode
 from .cache import CacheFull, PagedKVCache
 from .faults import check_faults
+from .prefill import rope_append_prefill
 from .prepared import DecodeRope
+from .registry import get_op
+from .rope import apply_rope
 from .tables import RopeTable
 
 __all__ = [
@@ -14,7 +17,10 @@ __all__ = [
     "PagedKVCache",
     "RopeTable",
     "__version__",
+    "apply_rope",
     "check_faults",
+    "get_op",
     "reference",
     "rope_append_decode",
+    "rope_append_prefill",
 ]

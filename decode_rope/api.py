@@ -1,7 +1,9 @@
 """The public functions. Each checks its arguments once per configuration, then launches a plan it keeps."""
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from . import ops
 from .dispatch import PlanBook, check_call
 from .plan import Call
 
@@ -76,6 +78,12 @@ def rope_append_decode(
         >>> bool((v_cache[5, 1] == v[0]).all())
         True
     """
+    if is_compiling():
+        return ops.rope_append_decode(
+            q, k, v, k_cache, v_cache, cos_sin_cache, positions, block_table=block_table, slot_mapping=slot_mapping,
+            cache_positions=cache_positions, tokens_per_request=tokens_per_request, is_neox=is_neox, kv_layout=kv_layout,
+            q_out=q_out, k_out=k_out, enable_pdl=enable_pdl,
+        )  # fmt: skip
     cos_sin = cos_sin_cache
     if cos_sin is not None and not isinstance(cos_sin, Tensor):
         is_neox = getattr(cos_sin, "is_neox", is_neox)
@@ -91,7 +99,8 @@ def rope_append_decode(
         everything = (q, k, v, k_cache, v_cache, cos_sin, positions, index, cache_positions, q_out, k_out)
         given = tuple([x for x in everything if x is not None])
         pattern = (paged, *[x is None for x in everything])
-    flags = (pattern, tokens_per_request, is_neox, kv_layout, enable_pdl)
+    # The types, because 1 == True: what the checks refuse once must not pass later.
+    flags = (pattern, tokens_per_request, is_neox, kv_layout, enable_pdl, type(tokens_per_request), type(is_neox))
     plan = _PLANS.find(flags, given) if paged or block_table is None else None
     if plan is None or not plan.submit(q, k, v, k_cache, v_cache, cos_sin, positions, index, cache_positions, q_out, k_out):
         call = Call(

@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from . import driver
+from . import driver, ops
 from .checks import check_table
 from .dispatch import PlanBook, check_call, require_pdl, run_reference, runs_reference
 from .geometry import Geometry, check_geometry, decode_geometry
@@ -137,6 +138,14 @@ class DecodeRope:
         index, other = (block_table, slot_mapping) if self.paged else (slot_mapping, block_table)
         if k is None and isinstance(k_cache, Tensor | None) and isinstance(v_cache, Tensor | None):
             k_cache = v_cache = None
+        if is_compiling():
+            self._check_built_for(self._call(q, k, v, k_cache, v_cache, positions, index, other, cache_positions, q_out, k_out))
+            return ops.rope_append_decode(
+                q, k, v, k_cache, v_cache, self.cos_sin, positions, block_table=block_table, slot_mapping=slot_mapping,
+                cache_positions=cache_positions, tokens_per_request=self.tokens_per_request, is_neox=self.is_neox,
+                kv_layout=self.kv_layout, q_out=q_out, k_out=k_out, enable_pdl=self.enable_pdl,
+                metadata_ready=self.metadata_ready, geometry=self.geometry,
+            )  # fmt: skip
         if q_out is None and k_out is None and cache_positions is None and k is not None:
             given = (q, k, v, k_cache, v_cache, positions, index)
             pattern = True
@@ -214,8 +223,12 @@ class DecodeRope:
         )  # fmt: skip
 
     def _check(self, call: Call) -> None:
-        """The rules of any call, then: is it what this op was built, and compiled, for?"""
+        """The rules of any call, then those of this op."""
         _check_call(call)
+        self._check_built_for(call)
+
+    def _check_built_for(self, call: Call) -> None:
+        """Is it what this op was built, and compiled, for?"""
         wanted = self._example(call.q.shape[0], torch.device("meta"))
         pairs = zip(Call._fields, call, wanted, strict=True)
         for name, got, want in pairs:

@@ -1,13 +1,26 @@
-"""The rotation alone: one tensor of `[batch, sequence, heads, head_dim]` in any order, forwards or backwards.
+"""The rotation alone: one tensor of `[batch, sequence, heads, head_dim]` in any order, forwards or backwards;
+and the pieces of it that the prefill kernel shares.
 
-Tiles, loads and traffic are those of Q in the prefill kernel; a token is a (batch, place in the sequence) pair.
+A program takes BT tokens of LOOP groups of BH heads; a token is a (batch, place in the sequence) pair. It
+issues the loads of all its heads before anything waits, and reads the angles of its tokens once for all of
+them.
 """
 
 import triton
 import triton.language as tl
 
-from .prefill import load_angles, load_heads, past_table, rotate_heads, store_heads
-from .rotation import POSITION, report_faults, tile_rows
+from .rotation import (
+    POSITION,
+    load_cos_sin,
+    load_pairs,
+    load_span,
+    report_faults,
+    rotate_pairs,
+    row_pointers,
+    store_pairs,
+    store_span,
+    tile_rows,
+)
 
 POINTERS = ("x_ptr", "out_ptr", "cos_sin_ptr", "positions_ptr", "axis_map_ptr", "faults_ptr")
 # Strides are in elements.
@@ -24,6 +37,112 @@ INTEGERS = (
     "stride_out_s",
     "stride_out_h",
 )
+_PAST_ANY = tl.constexpr(2**32 - 1)
+
+
+@triton.jit
+def load_heads(
+    ptr, base, stride_h, block, group, num_tokens,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, TAIL: tl.constexpr,
+    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """The rotated pairs of LOOP groups of heads, and with TAIL the elements behind them; `base` is each row's
+    token offset."""
+    pairs = ()
+    tails = ()
+    for i in tl.static_range(LOOP):
+        _token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
+        row = row_pointers(ptr, base + head * stride_h, ALIGN)
+        if R > 0:
+            pairs += (load_pairs(row, ok, R, NEOX),)
+        if TAIL:
+            tails += (load_span(row, ok, R, D - R),)
+    return pairs, tails
+
+
+@triton.jit
+def store_heads(
+    ptr, base, stride_h, pairs, tails, block, group, num_tokens,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, TAIL: tl.constexpr,
+    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """What `load_heads` reads, written to memory laid out alike."""
+    for i in tl.static_range(LOOP):
+        _token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
+        row = row_pointers(ptr, base + head * stride_h, ALIGN)
+        if R > 0:
+            store_pairs(row, ok, pairs[i][0], pairs[i][1], R, NEOX)
+        if TAIL:
+            store_span(row, ok, tails[i], R, D - R)
+
+
+@triton.jit
+def rotate_heads(pairs, c, s, turn, dtype: tl.constexpr, LOOP: tl.constexpr, SOFT: tl.constexpr):
+    """All pairs turned, in the rows that turn; the others keep their bits."""
+    turned = ()
+    for i in tl.static_range(LOOP):
+        y1, y2 = rotate_pairs(pairs[i][0], pairs[i][1], c, s, dtype, SOFT)
+        turned += ((tl.where(turn, y1, pairs[i][0]), tl.where(turn, y2, pairs[i][1])),)
+    return turned
+
+
+@triton.jit
+def past_table(
+    positions_ptr, at, valid, pos, stride_axis, axis_map_ptr, max_position, R: tl.constexpr, AXES: tl.constexpr
+):  # fmt: skip
+    """The first position of each row that the table does not hold, else −1. `pos` is axis 0's, and negative in
+    padding rows.
+
+    With several axes, those that no pair uses are not looked at, and a negative position on another axis than
+    the first counts as 2^32 − 1.
+    """
+    if R == 0:
+        bad = pos * 0 - 1
+    elif AXES == 0:
+        bad = tl.where(pos >= max_position, pos, -1)
+    else:
+        pair = tl.arange(0, triton.next_power_of_2(R // 2))
+        used = tl.reduce(1 << _axis_of(axis_map_ptr, pair, R // 2, AXES), 0, _bits_of_either)
+        bad = pos * 0 - 1
+        for a in tl.static_range(AXES - 1, -1, -1):
+            p = tl.load(positions_ptr + a * stride_axis + at, mask=valid, other=0).to(tl.int64)
+            wrong = (used >> a & 1) * ((p < 0) | (p >= max_position)).to(tl.int32)
+            bad = tl.where(wrong > 0, tl.where(p < 0, _PAST_ANY, p), bad)
+        bad = tl.where(pos < 0, -1, bad)
+    return bad
+
+
+@triton.jit
+def _bits_of_either(a, b):
+    return a | b
+
+
+@triton.jit
+def _axis_of(axis_map_ptr, pair, HALF: tl.constexpr, AXES: tl.constexpr):
+    """The axis of each pair; entries of the map outside the axes count as the nearest one."""
+    axis = tl.load(axis_map_ptr + tl.minimum(pair, HALF - 1)).to(tl.int32)
+    return tl.minimum(tl.maximum(axis, 0), AXES - 1)
+
+
+@triton.jit
+def load_angles(
+    cos_sin_ptr, positions_ptr, at, valid, pos, head, stride_axis, axis_map_ptr, max_position,
+    R: tl.constexpr, AXES: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """cos and sin of every row, `[ROWS, next_power_of_2(R/2)]`. A row of several axes takes each pair from its
+    axis's angles: whole rows of the table are read and selected from, for a gather could not use wide loads."""
+    if AXES == 0:
+        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT)
+    else:
+        pair = tl.arange(0, triton.next_power_of_2(R // 2))[None, :] + (head * 0).to(tl.int32)
+        axis = _axis_of(axis_map_ptr, pair, R // 2, AXES)
+        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT)
+        for a in tl.static_range(1, AXES):
+            p = tl.load(positions_ptr + a * stride_axis + at, mask=valid, other=0).to(tl.int64)
+            ca, sa = load_cos_sin(cos_sin_ptr, p, max_position, head, R, ALIGN_TABLE, BT)
+            c = tl.where(axis == a, ca, c)
+            s = tl.where(axis == a, sa, s)
+    return c, s
 
 
 @triton.jit(do_not_specialize=[*POINTERS, *INTEGERS])
@@ -66,7 +185,7 @@ def plain_kernel(
     pid = tl.program_id(0)
     block = (pid // GROUPS).to(tl.int64)
     group = pid % GROUPS
-    token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
+    token, head, _ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
     # Fewer than 2^28 tokens: divide in 32 bits.
     b = (token.to(tl.int32) // seq_len.to(tl.int32)).to(tl.int64)
     place = token - b * seq_len

@@ -1,27 +1,17 @@
 """The prefill kernel: rotates Q and K and writes K and V into their slots, for many tokens at once.
 
-A program takes BT tokens of LOOP groups of BH heads, of Q, of K or of V. It issues the loads of all its heads before anything
-waits, and reads the angles of its tokens once for all of them; bytes in flight are what a copy-bound kernel lives on. The grid is
-1-D and token-major: the programs of one stretch of tokens are neighbours, so that its angles and index entries stay in the cache.
-It moves the bytes that the decode kernel moves, and writes no others.
+A program takes BT tokens of LOOP groups of BH heads, of Q, of K or of V. It issues the loads of all its heads
+before anything waits, and reads the angles of its tokens once for all of them; bytes in flight are what a
+copy-bound kernel lives on. The grid is 1-D and token-major: the programs of one stretch of tokens are
+neighbours, so that its angles and index entries stay in the cache. It moves the bytes that the decode kernel
+moves, and writes no others.
 """
 
 import triton
 import triton.language as tl
 
-from .rotation import (
-    POSITION,
-    load_cos_sin,
-    load_pairs,
-    load_span,
-    locate,
-    report_faults,
-    rotate_pairs,
-    row_pointers,
-    store_pairs,
-    store_span,
-    tile_rows,
-)
+from .plain import load_angles, load_heads, past_table, rotate_heads, store_heads
+from .rotation import POSITION, locate, report_faults, row_pointers, store_pairs, store_span, tile_rows
 
 POINTERS = (
     "q_ptr",
@@ -48,7 +38,6 @@ INTEGERS = (
     "num_pages",
     "tokens_per_request",
     "num_requests",
-    "search_steps",
     "stride_axis",
     "stride_q_t",
     "stride_q_h",
@@ -67,102 +56,12 @@ INTEGERS = (
     "stride_vc_t",
     "stride_vc_h",
 )
-_PAST_ANY = tl.constexpr(2**32 - 1)
-
-
-@triton.jit
-def load_heads(
-    ptr, base, stride_h, block, group, num_tokens,
-    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, TAIL: tl.constexpr,
-    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
-):  # fmt: skip
-    """The rotated pairs of LOOP groups of heads, and with TAIL the elements behind them; `base` is each row's token offset."""
-    pairs = ()
-    tails = ()
-    for i in tl.static_range(LOOP):
-        token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
-        row = row_pointers(ptr, base + head * stride_h, ALIGN)
-        if R > 0:
-            pairs += (load_pairs(row, ok, R, NEOX),)
-        if TAIL:
-            tails += (load_span(row, ok, R, D - R),)
-    return pairs, tails
-
-
-@triton.jit
-def store_heads(
-    ptr, base, stride_h, pairs, tails, block, group, num_tokens,
-    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, TAIL: tl.constexpr,
-    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
-):  # fmt: skip
-    """What `load_heads` reads, written to memory laid out alike."""
-    for i in tl.static_range(LOOP):
-        token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
-        row = row_pointers(ptr, base + head * stride_h, ALIGN)
-        if R > 0:
-            store_pairs(row, ok, pairs[i][0], pairs[i][1], R, NEOX)
-        if TAIL:
-            store_span(row, ok, tails[i], R, D - R)
-
-
-@triton.jit
-def past_table(
-    positions_ptr, at, valid, pos, stride_axis, axis_map_ptr, max_position, R: tl.constexpr, AXES: tl.constexpr
-):  # fmt: skip
-    """The first position of each row that the table does not hold, else −1. `pos` is axis 0's, and negative in padding rows.
-
-    With several axes, those that no pair uses are not looked at, and a negative position on another axis than the first counts
-    as 2^32 − 1.
-    """
-    if R == 0:
-        bad = pos * 0 - 1
-    elif AXES == 0:
-        bad = tl.where(pos >= max_position, pos, -1)
-    else:
-        HALF: tl.constexpr = R // 2
-        pair = tl.arange(0, triton.next_power_of_2(HALF))
-        axis = _axis_of(axis_map_ptr, pair, HALF, AXES)
-        bad = pos * 0 - 1
-        for a in tl.static_range(AXES - 1, -1, -1):
-            used = tl.max((axis == a).to(tl.int32), axis=0)
-            p = tl.load(positions_ptr + a * stride_axis + at, mask=valid, other=0).to(tl.int64)
-            wrong = used * ((p < 0) | (p >= max_position)).to(tl.int32)
-            bad = tl.where(wrong > 0, tl.where(p < 0, _PAST_ANY, p), bad)
-        bad = tl.where(pos < 0, -1, bad)
-    return bad
-
-
-@triton.jit
-def _axis_of(axis_map_ptr, pair, HALF: tl.constexpr, AXES: tl.constexpr):
-    """The axis of each pair; entries of the map outside the axes count as the nearest one."""
-    axis = tl.load(axis_map_ptr + tl.minimum(pair, HALF - 1)).to(tl.int32)
-    return tl.minimum(tl.maximum(axis, 0), AXES - 1)
-
-
-@triton.jit
-def load_angles(
-    cos_sin_ptr, positions_ptr, at, valid, pos, head, stride_axis, axis_map_ptr, max_position,
-    R: tl.constexpr, AXES: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    """cos and sin of every row, `[ROWS, next_power_of_2(R/2)]`. A row of several axes takes each pair from its axis's angles:
-    whole rows of the table are read and selected from, for a gather could not use wide loads."""
-    if AXES == 0:
-        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT)
-    else:
-        pair = tl.arange(0, triton.next_power_of_2(R // 2))[None, :] + (head * 0).to(tl.int32)
-        axis = _axis_of(axis_map_ptr, pair, R // 2, AXES)
-        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT)
-        for a in tl.static_range(1, AXES):
-            p = tl.load(positions_ptr + a * stride_axis + at, mask=valid, other=0).to(tl.int64)
-            ca, sa = load_cos_sin(cos_sin_ptr, p, max_position, head, R, ALIGN_TABLE, BT)
-            c = tl.where(axis == a, ca, c)
-            s = tl.where(axis == a, sa, s)
-    return c, s
 
 
 @triton.jit
 def _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requests, RAGGED: tl.constexpr):
-    """Axis 0's position of each token; −1 past the end, and for tokens before the first sequence or behind the last."""
+    """Axis 0's position of each token; −1 past the end, and for tokens before the first sequence or behind the
+    last."""
     valid = token < num_tokens
     pos = tl.load(positions_ptr + token, mask=valid, other=-1).to(tl.int64)
     if RAGGED:
@@ -173,11 +72,11 @@ def _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requ
 
 
 @triton.jit
-def _bisect(cu_seqlens_ptr, token, num_requests, search_steps):
+def _sequence_of(cu_seqlens_ptr, token, num_requests):
     """The last sequence that begins at or before `token`, or 0."""
     low = token * 0
     high = low + num_requests
-    for _ in range(search_steps):
+    while high - low > 1:
         middle = (low + high) >> 1
         below = tl.load(cu_seqlens_ptr + middle).to(tl.int64) <= token
         low = tl.where(below, middle, low)
@@ -212,7 +111,8 @@ def _store_rows(
     OWN_CACHE_POSITIONS: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Write LOOP groups of heads to the slots of their tokens, which are in `request` (one for all, or one a row)."""
+    """Write LOOP groups of heads to the slots of their tokens, which are in `request` (one for all, or one a
+    row)."""
     token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
     page, offset, writes, kind, value = _slots(
         request, token, pos, bad, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages,
@@ -234,20 +134,21 @@ def _store_rows(
 @triton.jit
 def _store(
     block, group, pairs, tails, pos, bad, cache_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, faults_ptr,
-    index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests, search_steps,
+    index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests,
     stride_p, stride_t, stride_h,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """Find the requests of a tile's tokens, then `_store_rows`."""
-    token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
+    token, _head, _ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
     if RAGGED and PAGED:
         # Walk the tile from sequence to sequence, mostly one step. `cursor` always moves, so no contents can hold us up.
         cursor = block * BT
-        stop = tl.minimum(cursor + BT, num_tokens)
+        last = tl.load(cu_seqlens_ptr + num_requests).to(tl.int64)
+        stop = tl.minimum(tl.minimum(cursor + BT, num_tokens), last)
         while cursor < stop:
-            request = _bisect(cu_seqlens_ptr, cursor, num_requests, search_steps)
+            request = _sequence_of(cu_seqlens_ptr, cursor, num_requests)
             begins, ends = _bounds(cu_seqlens_ptr, request, num_requests)
             inside = (token >= begins) & (token >= cursor) & (token < ends)
             _store_rows(
@@ -278,16 +179,6 @@ def _bounds(cu_seqlens_ptr, request, num_requests):
 
 
 @triton.jit
-def rotate_heads(pairs, c, s, turn, dtype: tl.constexpr, LOOP: tl.constexpr, SOFT: tl.constexpr):
-    """All pairs turned, in the rows that turn; the others keep their bits."""
-    turned = ()
-    for i in tl.static_range(LOOP):
-        y1, y2 = rotate_pairs(pairs[i][0], pairs[i][1], c, s, dtype, SOFT)
-        turned += ((tl.where(turn, y1, pairs[i][0]), tl.where(turn, y2, pairs[i][1])),)
-    return turned
-
-
-@triton.jit
 def _rotate_tile(
     block, group, q_ptr, q_out_ptr, cos_sin_ptr, positions_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr,
     num_tokens, max_position, num_requests, stride_axis, stride_q_t, stride_q_h, stride_qo_t, stride_qo_h,
@@ -295,7 +186,7 @@ def _rotate_tile(
     OUT: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
+    token, head, _ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
     TAIL: tl.constexpr = OUT and R < D
     pairs, tails = load_heads(
         q_ptr, token * stride_q_t, stride_q_h, block, group, num_tokens, H, D, R, NEOX, TAIL, ALIGN, BT, BH, LOOP
@@ -320,14 +211,14 @@ def _rotate_tile(
 def _k_tile(
     block, group, k_ptr, k_out_ptr, k_cache_ptr, cos_sin_ptr, positions_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr,
     axis_map_ptr, faults_ptr, index_len, stride_index, num_tokens, max_position, num_pages, tokens_per_request,
-    num_requests, search_steps, stride_axis,
+    num_requests, stride_axis,
     stride_k_t, stride_k_h, stride_ko_t, stride_ko_h, stride_kc_p, stride_kc_t, stride_kc_h,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr,
     PAGE: tl.constexpr, RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, K_OUT: tl.constexpr,
     ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
     SOFT: tl.constexpr,
 ):  # fmt: skip
-    token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
+    token, head, _ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
     pairs, tails = load_heads(
         k_ptr, token * stride_k_t, stride_k_h, block, group, num_tokens, H, D, R, NEOX, R < D, ALIGN, BT, BH, LOOP
     )
@@ -346,7 +237,7 @@ def _k_tile(
         )  # fmt: skip
     _store(
         block, group, pairs, tails, pos, bad, k_cache_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, faults_ptr,
-        index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests, search_steps,
+        index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests,
         stride_kc_p, stride_kc_t, stride_kc_h,
         H, D, R, NEOX, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, True, ALIGN, BT, BH, LOOP,
     )  # fmt: skip
@@ -355,13 +246,13 @@ def _k_tile(
 @triton.jit
 def _v_tile(
     block, group, v_ptr, v_cache_ptr, positions_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr,
-    index_len, stride_index, num_tokens, max_position, num_pages, tokens_per_request, num_requests, search_steps, stride_axis,
+    index_len, stride_index, num_tokens, max_position, num_pages, tokens_per_request, num_requests, stride_axis,
     stride_v_t, stride_v_h, stride_vc_p, stride_vc_t, stride_vc_h,
     H: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr,
     ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
+    token, _head, _ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
     pairs, rows = load_heads(
         v_ptr, token * stride_v_t, stride_v_h, block, group, num_tokens, H, DV, 0, True, True, ALIGN, BT, BH, LOOP
     )
@@ -369,7 +260,7 @@ def _v_tile(
     bad = past_table(positions_ptr, token, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
     _store(
         block, group, pairs, rows, pos, bad, v_cache_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, faults_ptr,
-        index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests, search_steps,
+        index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests,
         stride_vc_p, stride_vc_t, stride_vc_h,
         H, DV, 0, True, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, False, ALIGN, BT, BH, LOOP,
     )  # fmt: skip
@@ -398,7 +289,6 @@ def prefill_kernel(
     num_pages: tl.int64,
     tokens_per_request: tl.int64,
     num_requests: tl.int64,
-    search_steps: tl.int64,  # halvings that take num_requests to 1
     stride_axis: tl.int64,  # from one axis of positions to the next
     stride_q_t: tl.int64,
     stride_q_h: tl.int64,
@@ -467,7 +357,7 @@ def prefill_kernel(
         _k_tile(
             stretch * (STRETCH // BTK) + (tile - Q_TILES) // NK, (tile - Q_TILES) % NK, k_ptr, k_out_ptr, k_cache_ptr,
             cos_sin_ptr, positions_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr,
-            index_len, stride_index, num_tokens, max_position, num_pages, tokens_per_request, num_requests, search_steps,
+            index_len, stride_index, num_tokens, max_position, num_pages, tokens_per_request, num_requests,
             stride_axis, stride_k_t, stride_k_h, stride_ko_t, stride_ko_h, stride_kc_p, stride_kc_t, stride_kc_h,
             HKV, D, R, NEOX, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, K_OUT, ALIGN, ALIGN_TABLE, BTK, BHK, LOOPK, SOFT,
         )  # fmt: skip
@@ -476,7 +366,7 @@ def prefill_kernel(
         _v_tile(
             stretch * (STRETCH // BTK) + tile // NK, tile % NK, v_ptr, v_cache_ptr, positions_ptr, cache_positions_ptr,
             index_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr, index_len, stride_index, num_tokens, max_position, num_pages,
-            tokens_per_request, num_requests, search_steps, stride_axis,
+            tokens_per_request, num_requests, stride_axis,
             stride_v_t, stride_v_h, stride_vc_p, stride_vc_t, stride_vc_h,
             HKV, DV, R, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, ALIGN, BTK, BHK, LOOPK,
         )  # fmt: skip

@@ -1,0 +1,76 @@
+"""How many tokens and heads one program of the prefill and plain kernels takes: one small function of the
+sizes.
+
+Results never depend on it; only time does. It does not depend on the number of tokens either, so one kernel
+serves them all.
+"""
+
+from typing import NamedTuple
+
+from .geometry import power_of_two
+
+_WARPS = 4
+_THREADS = 32 * _WARPS
+# In flight per thread; with 32 warps on a multiprocessor that is 64 KiB, twice what hides an H200's memory latency.
+_BYTES_PER_THREAD = 64
+_MOST_HEADS = 4
+
+
+class Tiles(NamedTuple):
+    """A program takes `tokens` tokens of `heads · loop` heads, `heads` of them side by side. All are powers of
+    two, tokens >= 2."""
+
+    tokens: int
+    heads: int
+    loop: int
+
+    def groups(self, num_heads: int) -> int:
+        return -(-num_heads // (self.heads * self.loop))
+
+
+class PrefillGeometry(NamedTuple):
+    q: Tiles
+    kv: Tiles
+    num_warps: int = _WARPS
+
+    def programs(self, num_tokens: int, num_q_heads: int, num_kv_heads: int, writes_cache: bool) -> int:
+        """Programs of a launch: Q tiles, K tiles and as many V tiles for every stretch of tokens that holds
+        whole tiles of each."""
+        stretch = max(self.q.tokens, self.kv.tokens)
+        q_tiles = stretch // self.q.tokens * self.q.groups(num_q_heads)
+        k_tiles = stretch // self.kv.tokens * self.kv.groups(num_kv_heads)
+        return -(-num_tokens // stretch) * (q_tiles + k_tiles * (2 if writes_cache else 1))
+
+
+def check_geometry(geometry) -> None:
+    """Raise a TypeError or ValueError for a geometry no kernel can be built with."""
+    if not isinstance(geometry, PrefillGeometry):
+        raise TypeError(f"geometry: expected a decode_rope.geometry_prefill.PrefillGeometry, got {type(geometry).__name__}")
+    if any(n < 1 or n & (n - 1) for n in (*geometry.q, *geometry.kv, geometry.num_warps)):
+        raise ValueError(f"geometry: expected powers of two, got {geometry}")
+    if geometry.q.tokens < 2 or geometry.kv.tokens < 2:
+        raise ValueError(f"geometry: expected tiles of at least two tokens, got {geometry}")
+
+
+def prefill_geometry(
+    num_q_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, itemsize: int, aligned: bool = True
+) -> PrefillGeometry:
+    """The launch of a prefill. `num_kv_heads` is 0 when only Q rotates, `rotary_dim` 0 when nothing does."""
+    q = plain_tiles(num_q_heads, head_dim, rotary_dim, itemsize, aligned)
+    kv = plain_tiles(num_kv_heads, head_dim, rotary_dim, itemsize, aligned) if num_kv_heads else q
+    return PrefillGeometry(q, kv)
+
+
+def plain_tiles(num_heads: int, head_dim: int, rotary_dim: int, itemsize: int, aligned: bool = True) -> Tiles:
+    """The tiles of one tensor: a 16-byte access a thread in each half of the rotated part, and heads side by
+    side, since they are contiguous in memory and share their angles."""
+    width = power_of_two(head_dim)
+    half = power_of_two(rotary_dim or head_dim) // 2 or 1
+    elements = 16 // itemsize * _THREADS
+    rows = max(2, min(elements // half, 4 * elements // width, 256))
+    heads = min(num_heads & -num_heads, _MOST_HEADS, rows // 2)
+    loop = 1
+    in_flight = rows * width * itemsize // _THREADS
+    while aligned and 2 * loop * in_flight <= _BYTES_PER_THREAD and num_heads % (2 * loop * heads) == 0:
+        loop *= 2
+    return Tiles(rows // heads, heads, loop)

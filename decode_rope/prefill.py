@@ -1,0 +1,418 @@
+"""`rope_append_prefill`: its call, its plan, and the public function. Launch plans work as in `plan.py`."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import driver, reference_prefill
+from .checks_prefill import check_prefill
+from .dispatch import runs_reference
+from .faults import fault_buffer
+from .geometry_prefill import PrefillGeometry, check_geometry, prefill_geometry
+from .kernels.prefill import prefill_kernel
+from .layout import cache_view, span
+from .plan import current_device, launch_hooks, raw_stream
+from .variants import INTERPRETED, Variant, variant
+
+_UNBOUNDED = 2**63 - 1
+_MAX_PLANS = 8192
+_MAX_KNOWN = 1024
+_GROUP_OF = (0, 0, 0, 0, 0, 1, 1, *[2] * 6)  # of the kernel's tensors: rows, caches, and what is only read
+_PLANS: dict[tuple, "PrefillPlan"] = {}
+
+
+class Static(NamedTuple):
+    """The kernel's compile-time parameters, in its own order; see `kernels/prefill.py` for what each means."""
+
+    HQ: int
+    HKV: int
+    D: int
+    DV: int
+    R: int
+    NEOX: bool
+    AXES: int
+    CACHE: bool
+    PAGED: bool
+    PAGE: int
+    RAGGED: bool
+    OWN_CACHE_POSITIONS: bool
+    Q_OUT: bool
+    K_OUT: bool
+    ALIGN: int
+    ALIGN_TABLE: int
+    BTQ: int
+    BHQ: int
+    LOOPQ: int
+    BTK: int
+    BHK: int
+    LOOPK: int
+    SOFT: bool
+
+
+class PrefillCall(NamedTuple):
+    """The tensors and flags of one prefill. `index` is the block table or the slot mapping, as `paged` says."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    k_cache: Tensor | None
+    v_cache: Tensor | None
+    cos_sin: Tensor | None
+    positions: Tensor
+    index: Tensor | None
+    paged: bool
+    cache_positions: Tensor | None
+    axis_map: Tensor | None
+    cu_seqlens: Tensor | None
+    q_out: Tensor | None
+    k_out: Tensor | None
+    tokens_per_request: int = 1
+    is_neox: bool = True
+    kv_layout: str = "NHD"
+    geometry: PrefillGeometry | None = None
+
+    def appends(self) -> bool:
+        return self.k is not None and self.k_cache is not None
+
+    def rows_needed(self) -> int:
+        """Rows of the block table that the tokens may look into."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens.shape[0] - 1
+        return -(-self.q.shape[0] // self.tokens_per_request)
+
+    def own_tensors(self) -> tuple[Tensor | None, ...]:
+        """The kernel's pointer arguments in order, without the fault record; None where this call has none."""
+        return (
+            self.q, self.k, self.v, self.q_out, self.k_out, self.k_cache, self.v_cache, self.cos_sin, self.positions,
+            self.cache_positions, self.index, self.cu_seqlens, self.axis_map,
+        )  # fmt: skip
+
+    def kernel_tensors(self) -> tuple[Tensor, ...]:
+        """The same with stand-ins for what is absent; the kernel compiled for its absence never reads or writes
+        through them."""
+        q, positions = self.q, self.positions
+        k = q if self.k is None else self.k
+        stand_ins = (q, k, q, q, k, q, q, q, *[positions] * 5)
+        return tuple([other if own is None else own for own, other in zip(self.own_tensors(), stand_ins, strict=True)])
+
+
+class Launch:
+    """A compiled kernel with everything but its addresses: grid, integer parameters, device, fault record."""
+
+    __slots__ = ("device", "faults", "grid", "integers", "variant")
+
+    def __init__(self, compiled: Variant, grid: int, integers: tuple[int, ...]):
+        self.variant = compiled
+        self.grid = grid
+        self.integers = integers
+        self.device = compiled.device.index
+        self.faults = fault_buffer(compiled.device)
+
+    def launch(self, tensors: tuple[Tensor, ...], addresses: tuple[int, ...]) -> None:
+        """Launch on the current stream of the kernel's device. `addresses` are those of `tensors`, in kernel
+        order."""
+        if not INTERPRETED and current_device() != self.device:
+            with torch.cuda.device(self.device):
+                self.launch(tensors, addresses)
+        elif not self.variant.direct or launch_hooks():
+            self.variant.launch_jit(self.grid, (*tensors, self.faults), self.integers)
+        else:
+            parameters = (*addresses, self.faults.data_ptr(), *self.integers)
+            driver.launch(driver.pack(self.variant, self.grid, raw_stream(self.device), parameters))
+
+
+class PrefillPlan(Launch):
+    """A launch of one configuration of shapes, strides, dtypes and flags, for whatever memory it is given.
+
+    `unaligned` is the plan for memory less aligned than this one needs, once there has been any. `_known` holds
+    how q, k, v and the outputs, and how the two caches, have been found to lie relative to each other without
+    harm: slices of one tensor interleave, and `k_out` may be `k`.
+    """
+
+    __slots__ = ("_align_bits", "_known", "_ranges", "_table_bits", "unaligned")
+
+    def __init__(self, call: PrefillCall, compiled: Variant, grid: int, integers: tuple[int, ...]):
+        super().__init__(compiled, grid, integers)
+        self._align_bits = compiled.static.ALIGN - 1
+        self._table_bits = compiled.static.ALIGN_TABLE - 1
+        self._known = set()
+        self.unaligned = None
+        sizes = [end - start for start, end in map(span, call.kernel_tensors())]
+        self._ranges = [(i, sizes[i], _GROUP_OF[i]) for i, x in enumerate(call.own_tensors()) if x is not None]
+
+    def submit(self, call: PrefillCall) -> bool:
+        """Launch on tensors whose shapes, strides, dtypes and devices are the plan's, unless their addresses
+        ask for a closer look first; then do nothing and return False."""
+        tensors = call.kernel_tensors()
+        addresses = tuple([x.data_ptr() for x in tensors])
+        if not self._apart(addresses):
+            return False
+        plan = self if self._is_aligned(addresses) else self.unaligned
+        if plan is None:
+            return False
+        plan.launch(tensors, addresses)
+        return True
+
+    def adopt(self, call: PrefillCall) -> None:
+        """Launch a call that has passed every check, and remember its memory as good."""
+        tensors = call.kernel_tensors()
+        addresses = tuple([x.data_ptr() for x in tensors])
+        if len(self._known) < _MAX_KNOWN:
+            self._known.update(_arrangements(addresses))
+        plan = self
+        if not self._is_aligned(addresses):
+            if self.unaligned is None:
+                self.unaligned = prefill_plan(call, self.variant.device, aligned=False)
+            plan = self.unaligned
+        plan.launch(tensors, addresses)
+
+    def _is_aligned(self, addresses: tuple[int, ...]) -> bool:
+        rows = 0
+        for address in addresses[:7]:
+            rows |= address
+        return not (rows & self._align_bits or addresses[7] & self._table_bits)
+
+    def _apart(self, addresses: tuple[int, ...]) -> bool:
+        """Whether the call's own tensors lie in disjoint ranges, as far as they are not known to interleave, or
+        are only read."""
+        rows, caches = _arrangements(addresses)
+        harmless = (rows in self._known, caches in self._known, True)
+        reach = [0, 0, 0]
+        for start, size, group in sorted([(addresses[i], size, group) for i, size, group in self._ranges]):
+            for other in range(3):
+                if start < reach[other] and not (other == group and harmless[group]):
+                    return False
+            reach[group] = max(reach[group], start + size)
+        return True
+
+
+def _arrangements(addresses: tuple[int, ...]) -> tuple[tuple, tuple]:
+    """How q, k, v and the outputs lie relative to each other, and how the caches do."""
+    q, k, v, q_out, k_out, k_cache, v_cache = addresses[:7]
+    return (k - q, v - q, q_out - q, k_out - q), (v_cache - k_cache,)
+
+
+def prefill_plan(call: PrefillCall, device: torch.device, *, aligned: bool = True) -> PrefillPlan:
+    """The plan of a checked call. `aligned=False`: assume no alignment beyond that of one element.
+
+    Raises:
+        RuntimeError: its kernel is not loaded yet and a CUDA graph is being captured.
+    """
+    q, itemsize = call.q, call.q.element_size()
+    num_q_heads, head_dim = q.shape[1:]
+    num_kv_heads = 0 if call.k is None else call.k.shape[1]
+    v_head_dim = call.v.shape[2] if call.appends() else head_dim
+    rotary_dim = 0 if call.cos_sin is None else call.cos_sin.shape[1]
+    strides = _strides(call)
+    align = _lowest_bit(head_dim * itemsize | v_head_dim * itemsize | 16)
+    aligned = aligned and not any(size > 1 and stride * itemsize % align for stride, size in strides)
+    geometry = call.geometry or prefill_geometry(num_q_heads, num_kv_heads, head_dim, rotary_dim, itemsize, aligned)
+    view = cache_view(call.k_cache, call.kv_layout) if call.appends() else None
+    multi = call.positions.dim() == 2
+    static = Static(
+        HQ=num_q_heads,
+        HKV=num_kv_heads,
+        D=head_dim,
+        DV=v_head_dim,
+        R=rotary_dim,
+        NEOX=call.is_neox,
+        AXES=call.positions.shape[0] if multi else 0,
+        CACHE=view is not None,
+        PAGED=call.paged,
+        PAGE=1 if view is None else view.page_size,
+        RAGGED=call.cu_seqlens is not None,
+        OWN_CACHE_POSITIONS=call.cache_positions is not None,
+        Q_OUT=call.q_out is not None,
+        K_OUT=call.k_out is not None,
+        ALIGN=align if aligned else itemsize,
+        ALIGN_TABLE=_lowest_bit(rotary_dim * 4 | 16) if aligned else 4,
+        BTQ=geometry.q.tokens,
+        BHQ=geometry.q.heads,
+        LOOPQ=geometry.q.loop,
+        BTK=geometry.kv.tokens,
+        BHK=geometry.kv.heads,
+        LOOPK=geometry.kv.loop,
+        SOFT=INTERPRETED,
+    )
+    index = (
+        (0, 0) if call.index is None else (call.index.shape[1], call.index.stride(0)) if call.paged else (len(call.index), 0)
+    )
+    integers = (
+        *index,
+        q.shape[0],
+        _UNBOUNDED if call.cos_sin is None else call.cos_sin.shape[0],
+        0 if view is None else view.num_pages,
+        call.tokens_per_request,
+        0 if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1,
+        call.positions.stride(0) if multi else 0,
+        *(stride for stride, _ in strides),
+    )
+    dtypes = (*(t.dtype for t in call.kernel_tensors()), torch.int64)
+    compiled = variant(prefill_kernel, device, dtypes, static, geometry.num_warps)
+    return PrefillPlan(call, compiled, geometry.programs(q.shape[0], num_q_heads, num_kv_heads, static.CACHE), integers)
+
+
+def facts(x: Tensor | None):
+    """What of a tensor decides its plan."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad)
+
+
+def _lowest_bit(n: int) -> int:
+    return n & -n
+
+
+def _index_shape(call: PrefillCall) -> tuple[int, int]:
+    """(number of columns, row stride) of a block table; (number of slots, 0) of a slot mapping."""
+    index = call.index
+    if index is None:
+        return 0, 0
+    return (index.shape[1], index.stride(0)) if call.paged else (index.shape[0], 0)
+
+
+def _strides(call: PrefillCall) -> list[tuple[int, int]]:
+    """(stride in elements, size) of every dimension the kernel steps along, in the order of its arguments."""
+    q, k = call.q, call.k
+    rows = (q, k, call.v, q if call.q_out is None else call.q_out, k if call.k_out is None else call.k_out)
+    found = []
+    for x in rows:
+        found += [(0, 0)] * 2 if x is None else zip(x.stride()[:2], x.shape[:2], strict=True)
+    for cache in (call.k_cache, call.v_cache):
+        if not call.appends():
+            found += [(0, 0)] * 3
+            continue
+        view = cache_view(cache, call.kv_layout)
+        found += [
+            (view.stride_page, view.num_pages),
+            (view.stride_offset, view.page_size),
+            (view.stride_head, view.num_heads),
+        ]
+    return found
+
+
+def rope_append_prefill(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    cos_sin_cache,
+    positions: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
+    cache_positions: Tensor | None = None,
+    tokens_per_request: int = 1,
+    cu_seqlens_q: Tensor | None = None,
+    is_neox: bool = True,
+    kv_layout: str = "NHD",
+    axis_map: Tensor | None = None,
+    q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+    geometry: PrefillGeometry | None = None,
+) -> Tensor:
+    """Rotate `q` in place, and write rotated `k` and `v` into a paged cache, in one kernel launch, for batches
+    of long sequences.
+
+    `rope_append_decode` for a prefill, or a chunk of one: the same arguments, rows that are skipped, faults and
+    bits. T tokens here leave exactly what T decode steps leave, however they are cut into calls. Its kernel is
+    made for memory bandwidth, that of decode for latency; both are right for any number of tokens. Never waits
+    for the device; safe in CUDA graphs.
+
+    Args:
+        q, k, v, k_cache, v_cache, cos_sin_cache, is_neox, kv_layout, slot_mapping, cache_positions, q_out,
+            k_out: as in `rope_append_decode`. Give `k_out=k` to rotate k in place too, for attention over the
+            live k. With `k_cache` and `v_cache` None, k is rotated into `k_out` and nothing is appended; v must
+            then be None.
+        positions: `[T]` int32 or int64, in tokens: row of the table, and by default the place in the sequence.
+            Sequences may begin anywhere. Or `[axes, T]` with an axis map, any row stride: pair j turns by the
+            position in row `axis_map[j]`. Row 0 decides what is padding (`< 0`) and is the default place in the
+            sequence, so multi-axis models, whose positions run behind their tokens, pass `slot_mapping` or
+            `cache_positions`. A position of any row in use that the table does not hold makes the row a bad
+            one; negative ones of other rows are recorded as 4294967295.
+        axis_map: int8 `[R/2]`, the row of `positions` of each pair (see `decode_rope.axes`); taken from a
+            `RopeTable` that has one. Entries outside the rows count as the nearest one. Not needed, and not
+            looked at, where positions are `[T]`.
+        block_table: `[requests, max_pages]` int32 or int64. Its row r serves tokens `cu_seqlens_q[r]` …
+            `cu_seqlens_q[r + 1] − 1`, or without `cu_seqlens_q` tokens `r · tokens_per_request` ….
+        cu_seqlens_q: `[requests + 1]` int32 or int64, ascending. Read on the device only. Tokens before its
+            first entry and from its last one on are padding rows. If it does not ascend, some tokens are not
+            appended, and nothing worse happens.
+        tokens_per_request: consecutive tokens that share a row of block_table, if `cu_seqlens_q` is not given.
+        enable_pdl: accepted as in decode, without effect: a launch this long has nothing to gain from it.
+        geometry: a `PrefillGeometry` in place of the measured choice; changes time, never results.
+    Returns:
+        q, or `q_out` if given.
+    Raises:
+        TypeError, ValueError: an argument is at fault; it is named, and nothing has been written.
+        RuntimeError: the first use of a configuration is inside a CUDA graph capture.
+    Traffic:
+        `itemsize · (2·Hq·D + 2·Hkv·(D + Dv)) + 4·R` bytes a token, and its index entries.
+    Example:
+        >>> import torch, decode_rope
+        >>> q, k, v = torch.randn(5, 4, 64), torch.randn(5, 1, 64), torch.randn(5, 1, 64)
+        >>> k_cache, v_cache = torch.zeros(8, 16, 1, 64), torch.zeros(8, 16, 1, 64)
+        >>> angle = torch.arange(4096)[:, None] * 10000.0 ** (-torch.arange(32) / 32)
+        >>> table = torch.cat([angle.cos(), angle.sin()], dim=1)
+        >>> block_table = torch.tensor([[3, 5], [0, -1]], dtype=torch.int32)
+        >>> cu_seqlens = torch.tensor([0, 3, 5])  # a chunk of three tokens, then one of two
+        >>> positions = torch.tensor([15, 16, 17, 0, 1])
+        >>> q = decode_rope.rope_append_prefill(
+        ...     q, k, v, k_cache, v_cache, table, positions, block_table=block_table, cu_seqlens_q=cu_seqlens
+        ... )
+        >>> bool((v_cache[5, 1] == v[2]).all() and (v_cache[0, 1] == v[4]).all())
+        True
+    """
+    cos_sin = cos_sin_cache
+    if cos_sin is not None and not isinstance(cos_sin, Tensor):
+        is_neox = getattr(cos_sin, "is_neox", is_neox)
+        axis_map = getattr(cos_sin, "axis_map", None) if axis_map is None else axis_map
+        cos_sin = getattr(cos_sin, "cos_sin_cache", cos_sin)
+    if k is None and isinstance(k_cache, Tensor | None) and isinstance(v_cache, Tensor | None):
+        k_cache = v_cache = None  # a KV-sharing layer may name its cache; it is not written
+    paged = slot_mapping is None
+    call = PrefillCall(
+        q, k, v, k_cache, v_cache, cos_sin, positions, block_table if paged else slot_mapping, paged, cache_positions,
+        axis_map, cu_seqlens_q, q_out, k_out, tokens_per_request, is_neox, kv_layout, geometry,
+    )  # fmt: skip
+    try:
+        key = (
+            *map(facts, call.own_tensors()), paged, tokens_per_request, is_neox, kv_layout, enable_pdl, geometry,
+        )  # fmt: skip
+        plan = _PLANS.get(key) if paged or block_table is None else None
+    except (AttributeError, TypeError):  # not tensors at all; the checks will say so
+        key = plan = None
+    if plan is None or not plan.submit(call):
+        check_prefill(call, block_table=block_table, slot_mapping=slot_mapping, enable_pdl=enable_pdl)
+        if geometry is not None:
+            check_geometry(geometry)
+        _run_checked(call, key)
+    return q if q_out is None else q_out
+
+
+def _run_checked(call: PrefillCall, key: tuple | None) -> None:
+    """Run a call that passed every check, keeping its plan under `key`."""
+    device = call.q.device
+    if runs_reference(device):
+        index = {"block_table" if call.paged else "slot_mapping": call.index}
+        reference_prefill.rope_append_prefill(
+            *call[:7],
+            **index,
+            cache_positions=call.cache_positions,
+            tokens_per_request=call.tokens_per_request,
+            cu_seqlens_q=call.cu_seqlens,
+            is_neox=call.is_neox,
+            kv_layout=call.kv_layout,
+            axis_map=call.axis_map,
+            q_out=call.q_out,
+            k_out=call.k_out,
+            faults=fault_buffer(device),
+        )
+    elif call.q.shape[0] > 0:
+        plan = _PLANS.get(key)
+        if plan is None:
+            if len(_PLANS) >= _MAX_PLANS:
+                _PLANS.clear()
+            plan = _PLANS[key] = prefill_plan(call, device)
+        plan.adopt(call)

@@ -1,0 +1,249 @@
+"""What the compiler makes of the decode kernel, seen without a GPU: widths of accesses, registers, order, index arithmetic."""
+
+import re
+import subprocess
+import tempfile
+from functools import cache
+
+import pytest
+import torch
+import triton
+from conftest import INTERPRETED
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from decode_rope.kernels.decode import INTEGERS, POINTERS, decode_kernel
+from decode_rope.plan import Static
+from decode_rope.variants import Variant
+
+if INTERPRETED:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+SM80, SM90, SM100 = (("cuda", arch, 32) for arch in (80, 90, 100))
+GFX942 = ("hip", "gfx942", 64)
+LLAMA = Static(
+    HQ=32, HKV=8, D=128, DV=128, R=128, NEOX=True, PAGED=True, PAGE=16, TOKENS_PER_REQUEST=1, OWN_CACHE_POSITIONS=False,
+    Q_OUT=False, K_OUT=False, ALIGN=16, ALIGN_TABLE=16, BTQ=1, BHQ=16, BTK=2, BHK=8, PDL=False, PREFETCH=False, SOFT=False,
+)  # fmt: skip
+SHAPES = {
+    "Llama": {},
+    "slots": dict(PAGED=False),
+    "GPT-J pairs": dict(NEOX=False),
+    "partial": dict(R=64),
+    "outputs": dict(R=64, Q_OUT=True, K_OUT=True, OWN_CACHE_POSITIONS=True, TOKENS_PER_REQUEST=3),
+    "many tokens": dict(HQ=4, HKV=1, BTQ=4, BHQ=4, BTK=16, BHK=1),
+    "D 96": dict(D=96, DV=96, R=96),
+    "D 80, page 544": dict(D=80, DV=80, R=80, PAGE=544),
+    "V narrower": dict(D=192, DV=128, R=64),
+    "NoPE": dict(R=0),
+    "Q only": dict(HKV=0),
+    "unaligned": dict(ALIGN=2, ALIGN_TABLE=4),
+}
+
+
+@cache
+def compiled(target=SM90, dtype="bf16", positions="i64", index="i32", **changes):
+    static = LLAMA._replace(**changes)
+    types = dict.fromkeys(POINTERS, f"*{dtype}") | dict.fromkeys(INTEGERS, "i64")
+    types |= {"cos_sin_ptr": "*fp32", "index_ptr": f"*{index}", "faults_ptr": "*i64"}
+    types |= {"positions_ptr": f"*{positions}", "cache_positions_ptr": f"*{positions}"}
+    names = decode_kernel.arg_names
+    source = ASTSource(
+        fn=decode_kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in static._asdict().items()},
+        attrs={},
+    )
+    options = Unloaded(decode_kernel, torch.device("cuda:0"), (), static, 4).options
+    return triton.compile(source, target=GPUTarget(*target), options=options)
+
+
+class Unloaded(Variant):
+    """A variant as the package makes it, but for the GPU."""
+
+    __slots__ = ()
+
+    def _load(self, dtypes: tuple) -> None:
+        pass
+
+
+def test_options_of_a_launch():
+    """Fusing a product and a sum would change bits; `launch_pdl`, even as False, is unknown to AMD's compiler."""
+    plain = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+    assert Unloaded(decode_kernel, torch.device("cuda:0"), (), LLAMA, 4).options == plain
+    with_pdl = LLAMA._replace(PDL=True)
+    assert Unloaded(decode_kernel, torch.device("cuda:0"), (), with_pdl, 4).options == plain | {"launch_pdl": True}
+
+
+def resources(kernel, arch: int) -> dict[str, int]:
+    """What ptxas says: registers, bytes spilled, bytes of stack."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        name = f"sm_{arch}{'a' if arch >= 90 else ''}"
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    words = {"registers": r"Used (\d+) registers", "spilled": r"(\d+) bytes spill stores", "stack": r"(\d+) bytes stack frame"}
+    return {name: int(re.search(pattern, said)[1]) for name, pattern in words.items()}
+
+
+def accesses(kernel, kind: str) -> list[int]:
+    """Bits of every global `ld` or `st` in the PTX."""
+    found = re.findall(rf"{kind}\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfu](\d+)", kernel.asm["ptx"])
+    return [int(bits) * int(count or 1) for count, bits in found]
+
+
+def test_the_kernel_declares_what_plan_gives():
+    """Every run-time argument is unspecialised and every integer 64 bits, so a kernel depends on nothing but `Static`."""
+    parameters = {p.name: p for p in decode_kernel.params}
+    assert [p.name for p in decode_kernel.params] == [*POINTERS, *INTEGERS, *Static._fields]
+    for name in (*POINTERS, *INTEGERS):
+        assert parameters[name].do_not_specialize and not parameters[name].is_constexpr, name
+    assert all(parameters[name].annotation_type == "i64" for name in INTEGERS)
+    assert all(parameters[name].is_constexpr for name in Static._fields)
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "unaligned"])
+def test_aligned_memory_moves_16_bytes_at_a_time(name):
+    kernel = compiled(**SHAPES[name])
+    assert_lean(kernel, shared=not SHAPES[name].get("NEOX", True))
+    assert 16 not in accesses(kernel, "ld") and 16 not in accesses(kernel, "st")
+    wide = min(128, 2 * 8 * LLAMA._replace(**SHAPES[name]).ALIGN)
+    narrow_tile = SHAPES[name].get("R", 128) < 128 and name != "NoPE"
+    assert accesses(kernel, "st").count(wide) >= (1 if narrow_tile else 2)
+    assert wide in accesses(kernel, "ld")
+
+
+def assert_lean(kernel, shared: bool) -> None:
+    """Nothing is spilled or fused, and nothing goes through shared memory unless it may."""
+    used, ptx = resources(kernel, 90), kernel.asm["ptx"]
+    assert used["spilled"] == used["stack"] == 0 and used["registers"] <= 80
+    assert not re.search(r"\bfma\.", ptx)
+    assert shared or (kernel.metadata.shared == 0 and "bar.sync" not in ptx and ".shared" not in ptx)
+
+
+def test_a_tile_with_less_than_16_bytes_for_each_thread_is_lean_too():
+    assert_lean(compiled(HQ=8, HKV=1, BTK=1, BHK=2, BHQ=8), shared=False)
+
+
+def test_the_usual_shape_loads_and_stores_nothing_narrower():
+    kernel = compiled()
+    assert set(accesses(kernel, "st")) == {128}
+    assert sorted(set(accesses(kernel, "ld"))) == [32, 64, 128]
+    assert accesses(kernel, "ld").count(128) == 14  # q, k, v: 2 each; cos and sin of a Q and of a K tile: 4 each
+
+
+def test_unaligned_memory_is_read_element_by_element():
+    kernel = compiled(**SHAPES["unaligned"])
+    assert 16 in accesses(kernel, "ld") and set(accesses(kernel, "st")) == {16}
+    assert resources(kernel, 90)["spilled"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_other_dtypes(dtype):
+    kernel = compiled(dtype=dtype)
+    assert set(accesses(kernel, "st")) == {128}
+    assert not re.search(r"\bfma\.", kernel.asm["ptx"]) and resources(kernel, 90)["spilled"] == 0
+
+
+@pytest.mark.parametrize("target", [SM80, SM100], ids=["sm_80", "sm_100"])
+@pytest.mark.parametrize("name", ["Llama", "GPT-J pairs", "many tokens"])
+def test_other_nvidia_targets(name, target):
+    kernel = compiled(target=target, **SHAPES[name])
+    assert 128 in accesses(kernel, "ld") and set(accesses(kernel, "st")) == {128}
+    assert resources(kernel, target[1])["spilled"] == 0
+    assert "griddepcontrol" not in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["Llama", "slots", "unaligned"])
+def test_amd_target(name):
+    kernel = compiled(target=GFX942, **SHAPES[name])
+    assembly = kernel.asm["amdgcn"]
+    if name != "unaligned":
+        assert re.search(r"(global|buffer)_load_dwordx4", assembly) and re.search(r"(global|buffer)_store_dwordx4", assembly)
+    assert re.search(r"\.vgpr_spill_count:\s+0", assembly) and re.search(r"\.sgpr_spill_count:\s+0", assembly)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("name", ["Llama", "NoPE", "Q only", "outputs", "many tokens"])
+def test_F7_pdl_triggers_first_and_waits_before_anything_is_read(name, arch):
+    events = pdl_events(compiled(target=("cuda", arch, 32), **SHAPES[name], PDL=True).asm["ptx"])
+    assert events[:2] == ["launch_dependents", "wait"]
+    assert not {"launch_dependents", "wait"} & set(events[2:])
+    assert events.count("ld") > 2 or name in ("NoPE", "Q only")
+
+
+def pdl_events(ptx: str) -> list[str]:
+    """PDL instructions and accesses to global memory, in order."""
+    return re.findall(r"(?<=griddepcontrol\.)\w+|(?:ld|st|atom|red)(?=\.global)", ptx)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("name", ["Llama", "NoPE", "Q only", "outputs", "many tokens", "slots"])
+def test_F7_prefetch_reads_metadata_and_the_table_before_the_wait_and_nothing_else(name, arch):
+    """Every tile waits once, before it reads or writes anything of the activations' dtype and before it counts a fault."""
+    kernel = compiled(target=("cuda", arch, 32), **SHAPES[name], PDL=True, PREFETCH=True)
+    tiles = kernel.asm["ttir"].split("} else {")
+    assert len(tiles) == (1 if name == "Q only" else 3)
+    for tile in tiles:
+        places = {
+            "wait": [m.start() for m in re.finditer(r"griddepcontrol\.wait|grid_dependency_wait", tile)],
+            "touched": [m.start() for m in re.finditer(r"tt\.load .*ptr<bf16>|tt\.store |tt\.atomic_rmw ", tile)],
+            "early": [m.start() for m in re.finditer(r"tt\.load .*ptr<(?:f32|i64|i32)>", tile)],
+        }
+        assert len(places["wait"]) == 1
+        assert all(place > places["wait"][0] for place in places["touched"])
+        assert all(place < places["wait"][0] for place in places["early"])
+    events = pdl_events(kernel.asm["ptx"])
+    assert events[0] == "launch_dependents" and events.count("wait") == len(tiles)
+    first_wait = events.index("wait")
+    assert not {"st", "atom", "red"} & set(events[:first_wait])
+
+
+def test_F7_prefetch_keeps_its_order_in_ptx():
+    """The usual shape: each tile's two 16-byte loads of q, k or v lie between its wait and its first store."""
+    events = pdl_events(compiled(PDL=True, PREFETCH=True).asm["ptx"])
+    waits = [i for i, event in enumerate(events) if event == "wait"]
+    for wait in waits:
+        assert events[wait + 1 : wait + 4] == ["ld", "ld", "st"]
+
+
+def test_without_pdl_there_is_no_trace_of_it():
+    kernel = compiled()
+    assert "griddepcontrol" not in kernel.asm["ptx"] and not kernel.metadata.launch_pdl
+    assert compiled(PDL=True).metadata.launch_pdl
+
+
+# Operations whose result stays inside a tile if their operands do, and those that pass a number on as it is.
+LOCAL = {f"arith.{name}" for name in ("addi", "muli", "divsi", "remsi", "andi", "select")}
+PASSING = {"tt.expand_dims", "tt.broadcast", "tt.splat", "tt.reshape"}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("index", ["i32", "i64"])
+def test_B1_index_arithmetic_is_64_bit(name, index):
+    """Whatever is added to a pointer is 64 bits wide, or a place inside the tile; and it was widened before any arithmetic."""
+    text = compiled(positions=index, index=index, **SHAPES[name]).asm["ttir"]
+    kind, offsets = {}, 0  # of each value: "local", "loaded" or other
+    for line in text.splitlines():
+        made = re.match(r"\s*(%[\w#]+)(?::\d+)? = (\S+) (.*)", line)
+        if made is None:
+            continue
+        value, operation, rest = made.groups()
+        operands = re.findall(r"%[\w#]+", rest.split(" : ")[0])
+        kinds = {kind.get(x, "other") for x in operands[operation == "arith.select" :]}
+        made_here = operation in ("arith.constant", "tt.make_range")
+        if made_here or (operation in LOCAL | PASSING and kinds == {"local"}):
+            kind[value] = "local"
+        elif operation in ("tt.load", "tt.get_program_id") or (operation in PASSING and kinds == {"loaded"}):
+            kind[value] = "loaded"
+        else:
+            kind[value] = "other"
+        if operation == "tt.addptr":
+            offsets += 1
+            offset_type = rest.rsplit(" : ", 1)[1].split(" loc(")[0].split(", ")[-1]
+            assert "i64" in offset_type or kind[operands[1]] == "local", line
+        if operation == "arith.extsi":
+            assert kinds <= {"local", "loaded"}, line
+    assert offsets > 5

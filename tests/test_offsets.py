@@ -1,0 +1,118 @@
+"""B1: offsets past 32 bits, in every dimension a kernel steps along. Memory is reserved, and hardly any of it is touched."""
+
+import pytest
+import torch
+from cases import bits
+
+import decode_rope
+from decode_rope import reference
+
+pytestmark = pytest.mark.kernel
+D = 64
+WRAP = 2**20  # elements: where 32-bit arithmetic arrives instead, signed or not
+FAR = 2**32 + WRAP
+RESULTS = ("q", "k", "q_out", "k_out", "k_cache", "v_cache")
+
+
+def reserve(elements: int, device, dtype=torch.float16) -> torch.Tensor:
+    """Memory for `elements`; on a CPU only what is used becomes real."""
+    try:
+        return torch.empty(elements, dtype=dtype, device=device)
+    except RuntimeError as error:  # a CUDA OutOfMemoryError is one too
+        pytest.skip(f"no room for {elements} elements of {dtype}: {error}")
+
+
+def small_call(device) -> dict[str, torch.Tensor]:
+    """Two tokens; the second one goes to the last head, page and offset of everything."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator).to(device, torch.float16)
+
+    call = {"q": randn(2, 2, D), "k": randn(2, 2, D), "v": randn(2, 2, D)}
+    call |= {"k_cache": randn(2, 2, 2, D), "v_cache": randn(2, 2, 2, D)}
+    call |= {"cos_sin_cache": randn(4, D).float(), "positions": torch.tensor([1, 3], device=device)}
+    return call | {"block_table": torch.tensor([[0, 0], [0, 1]], dtype=torch.int32, device=device)}
+
+
+def expected(call: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    want = {name: x.clone() for name, x in call.items()}
+    reference.rope_append_decode(**want)
+    return want
+
+
+STRETCHED = {
+    "q": ("tokens", "heads"),
+    "k": ("tokens", "heads"),
+    "v": ("tokens", "heads"),
+    "q_out": ("tokens", "heads"),
+    "k_out": ("tokens", "heads"),
+    "k_cache": ("pages", "offsets", "heads"),
+    "v_cache": ("pages", "offsets", "heads"),
+}
+
+
+@pytest.mark.parametrize(("name", "dim"), [(name, dim) for name, dims in STRETCHED.items() for dim in range(len(dims))])
+def test_B1_steps_past_32_bits(name, dim, device):
+    """One dimension steps by more than 2^32 elements; where 32 bits would wrap to, nothing may be used or changed."""
+    call = small_call(device)
+    for out in ("q_out", "k_out"):
+        if name == out:
+            call[out] = torch.zeros_like(call[out[0]])
+    want = expected(call)
+    strides = list(call[name].stride())
+    strides[dim] = FAR
+    memory = reserve(FAR + WRAP, device)
+    near = memory[: 2 * WRAP]
+    near.fill_(7.0)
+    view = memory.as_strided(call[name].shape, strides)
+    view.copy_(call[name])
+    before = near.clone()
+    decode_rope.rope_append_decode(**call | {name: view})
+    for result in RESULTS:
+        if result in want:
+            assert torch.equal(bits(view if result == name else call[result]), bits(want[result])), result
+    assert torch.equal(near[WRAP:], before[WRAP:])
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("index", ["block_table", "slot_mapping"])
+def test_B1_int32_pages_and_slots_of_a_large_contiguous_cache(name, index, device):
+    call = small_call(device)
+    want = expected(call)
+    page = 2 * 2 * D
+    pages = FAR // page + 1
+    cache = reserve(pages * page, device).view(pages, 2, 2, D)
+    wrapped = pages - 1 - 2**32 // page
+    cache[wrapped] = 7.0
+    cache[0], cache[-1] = call[name][0], call[name][1]
+    other = "v_cache" if name == "k_cache" else "k_cache"
+    call[other] = reserve(pages * page, device).view(pages, 2, 2, D)
+    call["block_table"] = torch.tensor([[0, 0], [0, pages - 1]], dtype=torch.int32, device=device)
+    if index == "slot_mapping":
+        del call["block_table"]
+        call["slot_mapping"] = torch.tensor([1, 2 * pages - 1], dtype=torch.int32, device=device)
+    decode_rope.rope_append_decode(**call | {name: cache})
+    assert torch.equal(bits(cache[[0, -1]]), bits(want[name]))
+    assert bool((cache[wrapped] == 7.0).all())
+
+
+def test_B1_rows_of_the_block_table(device):
+    call = small_call(device)
+    want = expected(call)
+    far = 2**31 + WRAP
+    table = reserve(far + WRAP, device, torch.int32).as_strided((2, 2), (far, 1))
+    table.copy_(call["block_table"])
+    decode_rope.rope_append_decode(**call | {"block_table": table})
+    assert all(torch.equal(call[name], want[name]) for name in ("q", "k_cache", "v_cache"))
+
+
+def test_B1_rows_of_the_rotary_table(device):
+    call = small_call(device)
+    want = expected(call)
+    far_row = 2**31 // D + 5
+    table = reserve((far_row + 1) * D, device, torch.float32).view(far_row + 1, D)
+    table[1], table[far_row] = call["cos_sin_cache"][1], call["cos_sin_cache"][3]
+    call |= {"positions": torch.tensor([1, far_row], device=device), "cache_positions": call["positions"]}
+    decode_rope.rope_append_decode(**call | {"cos_sin_cache": table})
+    assert all(torch.equal(call[name], want[name]) for name in ("q", "k_cache", "v_cache"))
