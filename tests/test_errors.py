@@ -206,6 +206,7 @@ TABLE = {
     "k_out, columns": Bad(ValueError, "k_out: expected a contiguous last dimension",
         view("k_out", columns_first), OUTPUTS),
     # devices and gradients
+    "device of q": Bad(ValueError, "q: expected device cuda or cpu", to("q", "meta")),
     "device of positions": Bad(ValueError, "positions: expected device", to("positions", "meta")),
     "device of v_cache": Bad(ValueError, "v_cache: expected device", to("v_cache", "meta")),
     "device of the index": Bad(ValueError, "block_table: expected device", to("block_table", "meta")),
