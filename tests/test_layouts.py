@@ -76,7 +76,7 @@ def test_page_sizes(page_size, cache, device):
     slots = [3 * page_size - 1, 0, page_size, 2 * page_size - 1]
     spec = Spec(edges, [[2, 1], [0, 2], [2, 0], [1, 1], [1, 0]], page_size=page_size, num_pages=3, heads=(2, 1), cache=cache)
     if page_size == 1:
-        spec = spec.but(block_table=[[2, 1], [2, 1], [0, 1], [1, 0], [-1, 0]])
+        spec = spec.but(block_table=[[2, 1], [-1, 1], [0, 1], [1, 0], [-1, 0]])
     check(build(spec.but(max_position=2 * page_size + 1), device))
     check(build(spec.but(positions=[1] * 4, block_table=None, slots=sorted(set(slots)), index_dtype=torch.int64), device))
 
