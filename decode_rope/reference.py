@@ -5,11 +5,17 @@ Nothing here is fused or in place until the last lines of a function, and nothin
 `y1 = x1·cos − x2·sin`, `y2 = x2·cos + x1·sin`, in fp32, rounded once to the output dtype.
 """
 
+import os
+import threading
+
 import torch
 from torch import Tensor
 
 POSITION, COLUMN, PAGE_ID, SLOT = 1, 2, 3, 4  # fault kinds; 0 is none
 NO_RECORD = 2**63 - 1
+_counting = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a child forked while another thread counts must not wait for it
+    os.register_at_fork(after_in_child=_counting._at_fork_reinit)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool = True) -> Tensor:
@@ -134,5 +140,6 @@ def record_faults(faults: Tensor, kind: Tensor, value: Tensor) -> None:
     record = (row << 35) + (kind << 32) + value.clamp(max=2**32 - 1)
     record = torch.where(kind != 0, record, NO_RECORD)
     if len(kind):
-        faults[0] += (kind != 0).sum()
-        faults[1] = torch.minimum(faults[1], record.min())
+        with _counting:
+            faults[0] += (kind != 0).sum()
+            faults[1] = torch.minimum(faults[1], record.min())
