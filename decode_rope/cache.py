@@ -258,9 +258,7 @@ class PagedKVCache:
             rows.extend([request] * len(new))
             columns.extend(new)
         if len(rows) > self.num_free_pages:
-            raise CacheFull(
-                f"{len(rows)} pages needed and {self.num_free_pages} of {self.num_pages} free; free a request first"
-            )
+            raise CacheFull(f"{len(rows)} pages needed and {self.num_free_pages} of {self.num_pages} free; free a request first")
         pages = self._free_pages[: -len(rows) - 1 : -1]
         self._refuse_capture()
         self._write_table(rows, columns, pages)

@@ -145,8 +145,7 @@ def check_table(cos_sin, head_dim: int) -> None:
         )
     if not cos_sin.is_contiguous():
         raise ValueError(
-            f"cos_sin_cache: expected a contiguous table, got strides {cos_sin.stride()}; call .contiguous() once, "
-            f"when it is built"
+            f"cos_sin_cache: expected a contiguous table, got strides {cos_sin.stride()}; call .contiguous() once, when it is built"
         )
 
 
@@ -222,9 +221,7 @@ def _index(q: Tensor, block_table, slot_mapping, cache_positions, tokens_per_req
         raise TypeError(f"{name}: expected int32 or int64, got {index.dtype}")
     if slot_mapping is not None:
         if index.dim() != 1 or index.shape[0] > num_tokens:
-            raise ValueError(
-                f"slot_mapping: expected 1 dimension of at most {num_tokens} slots, got shape {tuple(index.shape)}"
-            )
+            raise ValueError(f"slot_mapping: expected 1 dimension of at most {num_tokens} slots, got shape {tuple(index.shape)}")
         _contiguous_1d(name, index)
         if cache_positions is not None:
             raise ValueError("cache_positions: expected None with slot_mapping, which already says where tokens go")

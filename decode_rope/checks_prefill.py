@@ -111,6 +111,9 @@ def _index_dtype(name: str, x: Tensor) -> None:
 
 def _no_cache(call, block_table, slot_mapping, live: bool) -> None:
     """Nothing is appended: k is None, or k and no caches."""
+    for name, x in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
+        if x is not None:
+            _tensor(name, x)  # accepted where k is None, so that a layer may pass its cache always; never written
     why = "there are no caches" if live else "k is None"
     given = [("block_table", block_table), ("slot_mapping", slot_mapping), ("cache_positions", call.cache_positions)]
     if not live:
@@ -144,9 +147,7 @@ def _prefill_index(call, block_table, slot_mapping) -> None:
     _index_dtype(name, index)
     if slot_mapping is not None:
         if index.dim() != 1 or index.shape[0] > num_tokens:
-            raise ValueError(
-                f"slot_mapping: expected 1 dimension of at most {num_tokens} slots, got shape {tuple(index.shape)}"
-            )
+            raise ValueError(f"slot_mapping: expected 1 dimension of at most {num_tokens} slots, got shape {tuple(index.shape)}")
         _contiguous_1d(name, index)
         if call.cache_positions is not None:
             raise ValueError("cache_positions: expected None with slot_mapping, which already says where tokens go")
@@ -203,6 +204,8 @@ def check_apply(x, cos_sin, positions, is_neox, axis_map, inverse, out, layout, 
         _apply_positions(positions, axis_map, x, batch, seq_len)
     if out is not None:
         _apply_out(out, x)
+    if x.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"x: expected device cuda or cpu, got {x.device}")
     given = {"x": x, "cos_sin_cache": cos_sin, "positions": positions, "axis_map": axis_map, "out": out}
     for name, tensor in given.items():
         if tensor is not None and tensor.device != x.device:

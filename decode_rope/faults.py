@@ -42,8 +42,6 @@ def check_faults() -> None:
             buffer.copy_(torch.tensor([0, NO_RECORD]))
             row, kind, value = record >> 35, (record >> 32) & 7, record & 0xFFFFFFFF
             shown = f"{value} or more" if value == 0xFFFFFFFF else value
-            found.append(
-                f"{device}: {count} faulty row(s), their K and V were not written; row {row}: {_WHAT[kind].format(shown)}"
-            )
+            found.append(f"{device}: {count} faulty row(s), their K and V were not written; row {row}: {_WHAT[kind].format(shown)}")
     if found:
         raise IndexError("; ".join(found))

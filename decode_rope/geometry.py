@@ -41,9 +41,7 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def decode_geometry(
-    num_tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int, metadata_ready: bool = False
-) -> Geometry:
+def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int, metadata_ready: bool = False) -> Geometry:
     """The launch of a decode step. `num_kv_heads` is 0 when only Q rotates.
 
     Measured on an H200 (Triton 3.6, bf16, 32/8/128, 8/1/128 and 64/8/64 heads, 1-1024 tokens, 2026-11-29): tiles that fill four

@@ -75,9 +75,7 @@ class RopeConfig:
             if (spec is not None or self.nested) and spec not in distinct:
                 distinct.append(spec)
         if len(distinct) > 1:
-            raise ValueError(
-                f"layer_type: {self.model_type!r} has several kinds of layers; expected {self.choices()}, got None"
-            )
+            raise ValueError(f"layer_type: {self.model_type!r} has several kinds of layers; expected {self.choices()}, got None")
         return distinct[0] if distinct else None
 
     def _at(self, index: int) -> RopeSpec | None:

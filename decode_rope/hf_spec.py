@@ -153,9 +153,7 @@ def _head_dim(model: Model) -> int:
         return head_dim
     hidden, heads = model.first(_HIDDEN_KEYS), model.first(_HEADS_KEYS)
     if not hidden or not heads:
-        raise ValueError(
-            f"head_dim: the config has neither it nor both hidden_size and num_attention_heads; {_AUTOCONFIG_HINT}"
-        )
+        raise ValueError(f"head_dim: the config has neither it nor both hidden_size and num_attention_heads; {_AUTOCONFIG_HINT}")
     return hidden // heads
 
 
@@ -171,9 +169,7 @@ def _partial(model: Model, raw: Parameters) -> float | None:
 def _is_neox(model: Model) -> bool:
     if model.family in families.INTERLEAVED:
         return False
-    latent = model.family in families.INTERLEAVED_MLA or (
-        not model.is_known and model.values.get("qk_rope_head_dim") is not None
-    )
+    latent = model.family in families.INTERLEAVED_MLA or (not model.is_known and model.values.get("qk_rope_head_dim") is not None)
     return not (latent and model.values.get("rope_interleave", True))
 
 

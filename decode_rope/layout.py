@@ -59,9 +59,7 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     if a.dtype == b.dtype and a.stride() == b.stride() and not odd:
         dims = [(s, n, m) for s, n, m in zip(a.stride(), a.shape, b.shape, strict=True) if s > 0 and max(n, m) > 1]
         return _meet(delta, sorted(dims, reverse=True))
-    a_dense, b_dense = (
-        x.numel() * x.element_size() == end - start for x, start, end in ((a, a_start, a_end), (b, b_start, b_end))
-    )
+    a_dense, b_dense = (x.numel() * x.element_size() == end - start for x, start, end in ((a, a_start, a_end), (b, b_start, b_end)))
     # A view's first and last bytes are its own, whatever lies between.
     a_holds_an_end = a_start <= b_start < a_end or a_start < b_end <= a_end
     b_holds_an_end = b_start <= a_start < b_end or b_start < a_end <= b_end

@@ -6,6 +6,7 @@ return nothing, have no gradient and bump no version counter.
 """
 
 from inspect import signature
+from itertools import combinations
 from operator import itemgetter
 
 import torch
@@ -36,6 +37,11 @@ _REST = (
 )
 # Compiled graphs must hand over the strides that were traced: of a cache in another layout, only a copy could be given.
 _TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),)
+
+_SHARED = (
+    "{}: inputs of the graph share its storage, and torch.compile would write to a copy, or elsewhere in a later call; give the "
+    "graph the one tensor they are slices of, and slice it in the compiled function"
+)
 
 _LIBRARY = torch.library.Library("decode_rope", "FRAGMENT")  # what is registered lives as long as this object
 _PLANS = PlanBook()  # of its own: guards made inside an operator do not match outside, where autograd is in other states
@@ -71,50 +77,43 @@ def _trace(written: dict[str, Tensor]) -> None:
     if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_initialized()):
         with _disable_current_modes():
             fault_buffer(device)  # now, for the first run of a CUDA graph would make it in the graph's own memory pool
-    homes = {name: (x, _graph_inputs(x)) for name, x in written.items()}
-    homes = {name: (x, _taken_together(x, inputs)) for name, (x, inputs) in homes.items() if inputs}
-    for name, (x, inputs) in homes.items():
-        apart = [y for y, others in homes.values() if _storage(y) == _storage(x) and others[0] is not inputs[0]]
-        if apart or len({id(y._base) for y in inputs if y._base is not None}) > 1:
-            raise NotImplementedError(
-                f"{name}: inputs of the graph share its storage, and torch.compile would write to a copy of it; give the graph "
-                f"the one tensor they are slices of, and slice it in the compiled function"
-            )
-        if len(inputs) == 1 and x is not inputs[0] and _is_misplaced(x, inputs[0]):
+    homes = {name: _home(name, x) for name, x in written.items()}
+    for name, home in homes.items():
+        if home is None:
+            continue
+        if any(other is not None and other is not home and _storage(other) == _storage(home) for other in homes.values()):
+            raise NotImplementedError(_SHARED.format(name))
+        if written[name] is not home and _is_misplaced(written[name], home):
             raise NotImplementedError(
                 f"{name}: a slice, made in the compiled function, of an input that is a slice itself, which torch.compile of "
                 f"PyTorch {torch.__version__} would misplace; give the graph the whole tensor, or slices ready for use"
             )
 
 
-def _graph_inputs(x: Tensor) -> list[Tensor]:
-    """The inputs, so far, of the graph that Dynamo traces, which share the storage of `x`."""
+def _home(name: str, x: Tensor) -> Tensor | None:
+    """The input that `x` is, or is a slice of, among those so far of the graph that Dynamo traces."""
     tracked = getattr(getattr(getattr(x, "fake_mode", None), "shape_env", None), "tracked_fakes", None) or ()
     # What an input is a view of is tracked as well, and is no input.
     inputs = [entry.fake for entry in tracked if getattr(entry.source, "member", None) != "_base"]
-    return [y for y in inputs if isinstance(y, Tensor) and _storage(y) == _storage(x)]
+    inputs = [y for y in inputs if isinstance(y, Tensor) and _storage(y) == _storage(x)]
+    # AOTAutograd makes one input of those that overlap, and has no guard for where in it they lie.
+    if any(_meet(y, z) for y, z in combinations(inputs, 2)):
+        raise NotImplementedError(_SHARED.format(name))
+    return next((y for y in inputs if _meet(x, y)), None)
 
 
 def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _taken_together(x: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """Those of the inputs that AOTAutograd makes into one with the input that `x` is, or is a slice of: their ranges of memory
-    meet. In the order of `inputs`."""
-    start, end = _range(x)
-    found: set[int] = set()
-    while True:
-        more = {i for i, (first, last) in enumerate(map(_range, inputs)) if first < end and start < last} - found
-        if not more:
-            return [inputs[i] for i in sorted(found)]
-        found |= more
-        start = min(start, *(_range(inputs[i])[0] for i in more))
-        end = max(end, *(_range(inputs[i])[1] for i in more))
+def _meet(x: Tensor, y: Tensor) -> bool:
+    """Whether the ranges of bytes of two views of one storage overlap."""
+    (x_start, x_end), (y_start, y_end) = _range(x), _range(y)
+    return x_start < y_end and y_start < x_end
 
 
 def _range(x: Tensor) -> tuple[int, int]:
-    """First byte of a view in its storage and the byte after its last one, as `layout.span` says it of real memory."""
+    """`layout.span` for what has no address: first byte of a view in its storage and the byte after its last one."""
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     return x.storage_offset() * x.element_size(), (x.storage_offset() + last + 1) * x.element_size()
 

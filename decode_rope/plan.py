@@ -137,9 +137,7 @@ class Plan:
         self._usual = self._own == _USUAL and compiled.direct
         self._ready = {}
 
-    def submit(
-        self, q, k, v, k_cache, v_cache, cos_sin, positions, index, cache_positions=None, q_out=None, k_out=None
-    ) -> bool:
+    def submit(self, q, k, v, k_cache, v_cache, cos_sin, positions, index, cache_positions=None, q_out=None, k_out=None) -> bool:
         """Launch on tensors whose shapes, strides, dtypes and devices are the plan's, unless their addresses ask for a closer look
         first; then do nothing and return False."""
         if self._usual:

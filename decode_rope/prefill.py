@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import driver, reference_prefill
+from . import driver, reference
 from .checks_prefill import check_prefill
-from .dispatch import runs_reference
+from .dispatch import PlanBook, runs_reference
+from .dispatch import _guard as guard
 from .faults import fault_buffer
 from .geometry_prefill import PrefillGeometry, check_geometry, prefill_geometry
 from .kernels.prefill import prefill_kernel
@@ -19,7 +20,7 @@ _UNBOUNDED = 2**63 - 1
 _MAX_PLANS = 8192
 _MAX_KNOWN = 1024
 _GROUP_OF = (0, 0, 0, 0, 0, 1, 1, *[2] * 6)  # of the kernel's tensors: rows, caches, and what is only read
-_PLANS: dict[tuple, "PrefillPlan"] = {}
+_RECENT = 4
 
 
 class Static(NamedTuple):
@@ -109,63 +110,81 @@ class Launch:
         self.device = compiled.device.index
         self.faults = fault_buffer(compiled.device)
 
-    def launch(self, tensors: tuple[Tensor, ...], addresses: tuple[int, ...]) -> None:
+    def launch(self, tensors: tuple[Tensor, ...], addresses: tuple[int, ...]) -> tuple | None:
         """Launch on the current stream of the kernel's device. `addresses` are those of `tensors`, in kernel
-        order."""
+        order. Returns the packed launch, if it was one, for that stream and these addresses."""
         if not INTERPRETED and current_device() != self.device:
             with torch.cuda.device(self.device):
-                self.launch(tensors, addresses)
-        elif not self.variant.direct or launch_hooks():
+                return self.launch(tensors, addresses)
+        if not self.variant.direct or launch_hooks:
             self.variant.launch_jit(self.grid, (*tensors, self.faults), self.integers)
-        else:
-            parameters = (*addresses, self.faults.data_ptr(), *self.integers)
-            driver.launch(driver.pack(self.variant, self.grid, raw_stream(self.device), parameters))
+            return None
+        parameters = (*addresses, self.faults.data_ptr(), *self.integers)
+        packed = driver.pack(self.variant, self.grid, raw_stream(self.device), parameters)
+        driver.launch(packed)
+        return packed
 
 
 class PrefillPlan(Launch):
     """A launch of one configuration of shapes, strides, dtypes and flags, for whatever memory it is given.
 
-    `unaligned` is the plan for memory less aligned than this one needs, once there has been any. `_known` holds
-    how q, k, v and the outputs, and how the two caches, have been found to lie relative to each other without
-    harm: slices of one tensor interleave, and `k_out` may be `k`.
+    `flags` and `guard` say which calls the plan is for (`PrefillBook` sets them). `unaligned` is the plan for
+    memory less aligned than this one needs, once there has been any. `_known` holds how q, k, v and the outputs,
+    and how the two caches, have been found to lie relative to each other without harm: slices of one tensor
+    interleave, and `k_out` may be `k`. `_ready` holds packed launches by the addresses of the call's own tensors
+    and the stream.
     """
 
-    __slots__ = ("_align_bits", "_known", "_ranges", "_table_bits", "unaligned")
+    __slots__ = ("_align_bits", "_known", "_ranges", "_ready", "_table_bits", "flags", "guard", "unaligned")
 
     def __init__(self, call: PrefillCall, compiled: Variant, grid: int, integers: tuple[int, ...]):
         super().__init__(compiled, grid, integers)
         self._align_bits = compiled.static.ALIGN - 1
         self._table_bits = compiled.static.ALIGN_TABLE - 1
         self._known = set()
-        self.unaligned = None
+        self._ready = {}
+        self.flags = self.guard = self.unaligned = None
         sizes = [end - start for start, end in map(span, call.kernel_tensors())]
         self._ranges = [(i, sizes[i], _GROUP_OF[i]) for i, x in enumerate(call.own_tensors()) if x is not None]
+
+    def repeat(self, given: tuple[Tensor, ...]) -> bool:
+        """Launch again on the memory of an earlier call; False, and nothing done, if there was none with it."""
+        if not self._ready or launch_hooks or current_device() != self.device:
+            return False
+        packed = self._ready.get((*[x.data_ptr() for x in given], raw_stream(self.device)))
+        if packed is None:
+            return False
+        driver.launch(packed)
+        return True
 
     def submit(self, call: PrefillCall) -> bool:
         """Launch on tensors whose shapes, strides, dtypes and devices are the plan's, unless their addresses
         ask for a closer look first; then do nothing and return False."""
-        tensors = call.kernel_tensors()
-        addresses = tuple([x.data_ptr() for x in tensors])
+        addresses = tuple([x.data_ptr() for x in call.kernel_tensors()])
         if not self._apart(addresses):
             return False
-        plan = self if self._is_aligned(addresses) else self.unaligned
-        if plan is None:
+        if self.unaligned is None and not self._is_aligned(addresses):
             return False
-        plan.launch(tensors, addresses)
+        self._launch(call, addresses)
         return True
 
     def adopt(self, call: PrefillCall) -> None:
         """Launch a call that has passed every check, and remember its memory as good."""
-        tensors = call.kernel_tensors()
-        addresses = tuple([x.data_ptr() for x in tensors])
+        addresses = tuple([x.data_ptr() for x in call.kernel_tensors()])
         if len(self._known) < _MAX_KNOWN:
             self._known.update(_arrangements(addresses))
-        plan = self
-        if not self._is_aligned(addresses):
-            if self.unaligned is None:
-                self.unaligned = prefill_plan(call, self.variant.device, aligned=False)
-            plan = self.unaligned
-        plan.launch(tensors, addresses)
+        if self.unaligned is None and not self._is_aligned(addresses):
+            self.unaligned = prefill_plan(call, self.variant.device, aligned=False)
+        self._launch(call, addresses)
+
+    def _launch(self, call: PrefillCall, addresses: tuple[int, ...]) -> None:
+        plan = self if self._is_aligned(addresses) else self.unaligned
+        packed = plan.launch(call.kernel_tensors(), addresses)
+        if packed is not None:
+            if len(self._ready) >= _MAX_KNOWN:
+                self._ready.clear()
+            own = [addresses[i] for i, _, _ in self._ranges]
+            self._ready[(*own, raw_stream(self.device))] = packed
 
     def _is_aligned(self, addresses: tuple[int, ...]) -> bool:
         rows = 0
@@ -235,9 +254,7 @@ def prefill_plan(call: PrefillCall, device: torch.device, *, aligned: bool = Tru
         LOOPK=geometry.kv.loop,
         SOFT=INTERPRETED,
     )
-    index = (
-        (0, 0) if call.index is None else (call.index.shape[1], call.index.stride(0)) if call.paged else (len(call.index), 0)
-    )
+    index = (0, 0) if call.index is None else (call.index.shape[1], call.index.stride(0)) if call.paged else (len(call.index), 0)
     integers = (
         *index,
         q.shape[0],
@@ -372,47 +389,76 @@ def rope_append_prefill(
     if k is None and isinstance(k_cache, Tensor | None) and isinstance(v_cache, Tensor | None):
         k_cache = v_cache = None  # a KV-sharing layer may name its cache; it is not written
     paged = slot_mapping is None
-    call = PrefillCall(
-        q, k, v, k_cache, v_cache, cos_sin, positions, block_table if paged else slot_mapping, paged, cache_positions,
-        axis_map, cu_seqlens_q, q_out, k_out, tokens_per_request, is_neox, kv_layout, geometry,
+    index = block_table if paged else slot_mapping
+    everything = (
+        q, k, v, q_out, k_out, k_cache, v_cache, cos_sin, positions, cache_positions, index, cu_seqlens_q, axis_map
     )  # fmt: skip
-    try:
-        key = (
-            *map(facts, call.own_tensors()), paged, tokens_per_request, is_neox, kv_layout, enable_pdl, geometry,
+    given = tuple([x for x in everything if x is not None])
+    flags = (
+        tuple([x is None for x in everything]), paged, tokens_per_request, is_neox, kv_layout, enable_pdl, geometry,
+        type(tokens_per_request), type(is_neox), type(enable_pdl),  # 1 == True, but the checks refuse one of them
+    )  # fmt: skip
+    plan = _PLANS.find(flags, given) if paged or block_table is None else None
+    if plan is None or not plan.repeat(given):
+        call = PrefillCall(
+            q, k, v, k_cache, v_cache, cos_sin, positions, index, paged, cache_positions, axis_map, cu_seqlens_q,
+            q_out, k_out, tokens_per_request, is_neox, kv_layout, geometry,
         )  # fmt: skip
-        plan = _PLANS.get(key) if paged or block_table is None else None
-    except (AttributeError, TypeError):  # not tensors at all; the checks will say so
-        key = plan = None
-    if plan is None or not plan.submit(call):
-        check_prefill(call, block_table=block_table, slot_mapping=slot_mapping, enable_pdl=enable_pdl)
-        if geometry is not None:
-            check_geometry(geometry)
-        _run_checked(call, key)
+        if plan is None or not plan.submit(call):
+            check_prefill(call, block_table=block_table, slot_mapping=slot_mapping, enable_pdl=enable_pdl)
+            if geometry is not None:
+                check_geometry(geometry)
+            _PLANS.run_checked(call, flags, given)
     return q if q_out is None else q_out
 
 
-def _run_checked(call: PrefillCall, key: tuple | None) -> None:
-    """Run a call that passed every check, keeping its plan under `key`."""
-    device = call.q.device
-    if runs_reference(device):
-        index = {"block_table" if call.paged else "slot_mapping": call.index}
-        reference_prefill.rope_append_prefill(
-            *call[:7],
-            **index,
-            cache_positions=call.cache_positions,
-            tokens_per_request=call.tokens_per_request,
-            cu_seqlens_q=call.cu_seqlens,
-            is_neox=call.is_neox,
-            kv_layout=call.kv_layout,
-            axis_map=call.axis_map,
-            q_out=call.q_out,
-            k_out=call.k_out,
-            faults=fault_buffer(device),
-        )
-    elif call.q.shape[0] > 0:
-        plan = _PLANS.get(key)
-        if plan is None:
-            if len(_PLANS) >= _MAX_PLANS:
-                _PLANS.clear()
-            plan = _PLANS[key] = prefill_plan(call, device)
-        plan.adopt(call)
+class PrefillBook(PlanBook):
+    """Plans by the flags and tensors of their calls, the last few found first."""
+
+    def find(self, flags: tuple, given: tuple[Tensor, ...]) -> PrefillPlan | None:
+        """The plan of calls with these flags and tensors, or None. `flags` must tell which arguments `given` are."""
+        try:
+            plan = super().find(flags, given)
+            if plan is None and len(self._plans) > 0:
+                plan = self._plans.get((flags, *map(facts, given)))
+                if plan is not None:
+                    self._recent = [plan, *self._recent][:_RECENT]
+            return plan
+        except (AttributeError, TypeError):  # not tensors at all; the checks will say so
+            return None
+
+    def run_checked(self, call: PrefillCall, flags: tuple, given: tuple[Tensor, ...]) -> None:
+        """Run a call that passed every check, and keep its plan."""
+        device = call.q.device
+        if runs_reference(device):
+            _run_reference(call)
+        elif call.q.shape[0] > 0:
+            key = (flags, *map(facts, given))
+            plan = self._plans.get(key)
+            if plan is None:
+                if len(self._plans) >= _MAX_PLANS:
+                    self._plans.clear()
+                plan = prefill_plan(call, device)
+                plan.flags, plan.guard = flags, guard(given)
+                plan = self._plans.setdefault(key, plan)
+            plan.adopt(call)
+
+
+_PLANS = PrefillBook()
+
+
+def _run_reference(call: PrefillCall) -> None:
+    index = {"block_table" if call.paged else "slot_mapping": call.index}
+    reference.rope_append_prefill(
+        *call[:7],
+        **index,
+        cache_positions=call.cache_positions,
+        tokens_per_request=call.tokens_per_request,
+        cu_seqlens_q=call.cu_seqlens,
+        is_neox=call.is_neox,
+        kv_layout=call.kv_layout,
+        axis_map=call.axis_map,
+        q_out=call.q_out,
+        k_out=call.k_out,
+        faults=fault_buffer(call.q.device),
+    )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 POSITION, COLUMN, PAGE_ID, SLOT = 1, 2, 3, 4  # fault kinds; 0 is none
 NO_RECORD = 2**63 - 1
+_PAST_ANY = 2**32 - 1  # how a negative position of an axis other than the first is recorded
 _counting = threading.Lock()
 if hasattr(os, "register_at_fork"):  # a child forked while another thread counts must not wait for it
     os.register_at_fork(after_in_child=_counting._at_fork_reinit)
@@ -65,42 +66,171 @@ def rope_append_decode(
 
     `faults` is an int64 `[2]` tensor: element 0 counts faulty rows, element 1 keeps the lowest one (see `record_faults`).
     """
+    return rope_append_prefill(
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        cos_sin_cache,
+        positions,
+        block_table=block_table,
+        slot_mapping=slot_mapping,
+        cache_positions=cache_positions,
+        tokens_per_request=tokens_per_request,
+        is_neox=is_neox,
+        kv_layout=kv_layout,
+        q_out=q_out,
+        k_out=k_out,
+        faults=faults,
+    )
+
+
+def rope_append_prefill(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    cos_sin_cache,
+    positions: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
+    cache_positions: Tensor | None = None,
+    tokens_per_request: int = 1,
+    cu_seqlens_q: Tensor | None = None,
+    is_neox: bool = True,
+    kv_layout: str = "NHD",
+    axis_map: Tensor | None = None,
+    q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+    faults: Tensor | None = None,
+) -> Tensor:
+    """`decode_rope.rope_append_prefill`, same arguments and effects; `enable_pdl` is accepted and means nothing
+    here.
+
+    `faults` is an int64 `[2]` tensor: element 0 counts faulty rows, element 1 keeps the lowest one (see
+    `record_faults`).
+    """
     is_neox = getattr(cos_sin_cache, "is_neox", is_neox)
+    axis_map = getattr(cos_sin_cache, "axis_map", None) if axis_map is None else axis_map
     table = getattr(cos_sin_cache, "cos_sin_cache", cos_sin_cache)
     pos = positions.long()
-    max_position = None if table is None else table.shape[0]
-    past_table = torch.zeros_like(pos, dtype=torch.bool) if table is None else pos >= max_position
-    turns = (pos >= 0) & ~past_table
-    kind = torch.where(past_table, POSITION, 0)
-    value = pos
-    q_new, k_new, v_new = q, k, v
+    request = torch.arange(q.shape[0], device=q.device) // tokens_per_request
+    if cu_seqlens_q is not None:
+        request = sequence_of(cu_seqlens_q, q.shape[0])
+        pos = torch.where(request >= 0, pos, -1)
+    first = pos if pos.dim() == 1 else pos[0]  # axis 0 says what is padding, and by default where in the sequence
+    bad = past_table(table, pos, axis_map)
+    turns = (first >= 0) & (bad < 0)
+    kind, value = torch.where(bad >= 0, POSITION, 0), bad
+    q_new, k_new = q, k
     if table is not None:
-        cos, sin = table[pos.clamp(0, max_position - 1)].unsqueeze(1).chunk(2, dim=-1)
-        keep = turns[:, None, None]
-        q_new = torch.where(keep, rotate(q, cos, sin, is_neox), q)
-        k_new = None if k is None else torch.where(keep, rotate(k, cos, sin, is_neox), k)
-    if k is not None:
+        cos, sin = angles(table, pos, axis_map)
+        turn = turns[:, None, None]
+        q_new = torch.where(turn, rotate(q, cos.unsqueeze(1), sin.unsqueeze(1), is_neox), q)
+        k_new = None if k is None else torch.where(turn, rotate(k, cos.unsqueeze(1), sin.unsqueeze(1), is_neox), k)
+    if k_cache is not None and k is not None:
         k_pages, v_pages = pages_first(k_cache, kv_layout), pages_first(v_cache, kv_layout)
         num_pages, page_size = k_pages.shape[:2]
         if slot_mapping is not None:
-            page, offset, bad, what = _from_slots(slot_mapping, pos, num_pages, page_size)
+            page, offset, fault, what = _from_slots(slot_mapping, first, num_pages, page_size)
         else:
-            p = pos if cache_positions is None else cache_positions.long()
-            page, offset, bad, what = _from_table(block_table, pos, p, tokens_per_request, num_pages, page_size)
+            p = first if cache_positions is None else cache_positions.long()
+            page, offset, fault, what = _from_table(block_table, request, first, p, num_pages, page_size)
         value = torch.where(kind == 0, what, value)
-        kind = torch.where(kind == 0, bad, kind)
+        kind = torch.where(kind == 0, fault, kind)
         v_new = v.clone()  # v may alias the memory k_out rewrites
         write = turns & (page >= 0) & (page < num_pages)
         k_pages[page[write], offset[write]] = k_new[write]
         v_pages[page[write], offset[write]] = v_new[write]
-        if k_out is not None:
-            k_out.copy_(k_new)
+    if k_out is not None:
+        k_out.copy_(k_new)
     if faults is not None:
         record_faults(faults, kind, value)
     out = q if q_out is None else q_out
     if q_new is not out:
         out.copy_(q_new)
     return out
+
+
+def apply_rope(
+    x: Tensor,
+    cos_sin_cache,
+    positions: Tensor | None = None,
+    *,
+    is_neox: bool = True,
+    axis_map: Tensor | None = None,
+    inverse: bool = False,
+    out: Tensor | None = None,
+    layout: str = "NHD",
+    faults: Tensor | None = None,
+) -> Tensor:
+    """`decode_rope.apply_rope`, same arguments and effects; x may be float64 too. Differentiable by autograd
+    where `out` is None."""
+    is_neox = getattr(cos_sin_cache, "is_neox", is_neox)
+    axis_map = getattr(cos_sin_cache, "axis_map", None) if axis_map is None else axis_map
+    table = getattr(cos_sin_cache, "cos_sin_cache", cos_sin_cache)
+    rows = x.unsqueeze(0) if x.dim() == 3 else x.transpose(1, 2) if layout == "HND" else x  # [B, S, H, D]
+    batch, seq_len = rows.shape[:2]
+    pos = torch.arange(seq_len, device=x.device) if positions is None else positions.long()
+    if pos.dim() < x.dim() - 1:
+        axis_map = None
+    elif x.dim() == 3:
+        pos = pos.unsqueeze(1)
+    bad = past_table(table, pos, axis_map)
+    turns = ((pos if axis_map is None else pos[0]) >= 0) & (bad < 0)
+    cos, sin = angles(table, pos, axis_map)
+    turned = rotate(rows, cos.unsqueeze(-2), (-sin if inverse else sin).unsqueeze(-2), is_neox)
+    y = torch.where(turns[..., None, None], turned, rows)
+    y = y.squeeze(0) if x.dim() == 3 else y.transpose(1, 2) if layout == "HND" else y
+    if faults is not None:
+        bad = bad.expand(batch, seq_len).flatten()
+        record_faults(faults, torch.where(bad >= 0, POSITION, 0), bad)
+    return y if out is None else out.copy_(y)
+
+
+def sequence_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Which of the sequences `cu_seqlens[r]` … `cu_seqlens[r + 1] − 1` each of `num_tokens` tokens is in; −1:
+    none."""
+    bounds = cu_seqlens.long()
+    token = torch.arange(num_tokens, device=bounds.device)
+    if len(bounds) < 2:
+        return torch.full_like(token, -1)
+    request = (torch.searchsorted(bounds, token, right=True) - 1).clamp(0, len(bounds) - 2)
+    inside = (bounds[request] <= token) & (token < bounds[request + 1])
+    return torch.where(inside, request, -1)
+
+
+def past_table(table: Tensor | None, pos: Tensor, axis_map: Tensor | None) -> Tensor:
+    """The first position of each row that `table` does not hold, or −1, also for padding rows. `pos` is
+    `[...]`, or `[axes, ...]` with an axis map; axes that it does not use are not looked at."""
+    if table is None:
+        return torch.full_like(pos if axis_map is None or pos.dim() == 1 else pos[0], -1)
+    max_position = table.shape[0]
+    if axis_map is None or pos.dim() == 1:
+        return torch.where(pos >= max_position, pos, -1)
+    used = axis_map.long().clamp(0, len(pos) - 1)
+    bad = torch.full_like(pos[0], -1)
+    for axis in reversed(range(len(pos))):
+        p = pos[axis]
+        wrong = (used == axis).any() & ((p < 0) | (p >= max_position))
+        bad = torch.where(wrong, torch.where(p < 0, _PAST_ANY, p), bad)
+    return torch.where(pos[0] < 0, -1, bad)
+
+
+def angles(table: Tensor, pos: Tensor, axis_map: Tensor | None) -> tuple[Tensor, Tensor]:
+    """cos and sin `[..., R/2]` of positions `[...]`, or of `[axes, ...]` with each pair's taken from its axis.
+    Positions outside the table stand for its nearest row."""
+    pos = pos.clamp(0, table.shape[0] - 1)
+    cos, sin = table.chunk(2, dim=-1)
+    if axis_map is None or pos.dim() == 1:
+        return cos[pos], sin[pos]
+    own = pos[axis_map.long().clamp(0, len(pos) - 1)].movedim(0, -1)
+    pair = torch.arange(cos.shape[1], device=pos.device)
+    return cos[own, pair], sin[own, pair]
 
 
 def pages_first(cache: Tensor, kv_layout: str) -> Tensor:
@@ -119,13 +249,12 @@ def _from_slots(slot_mapping: Tensor, pos: Tensor, num_pages: int, page_size: in
     return page, slot % page_size, torch.where(too_far, SLOT, 0), slot
 
 
-def _from_table(block_table: Tensor, pos: Tensor, p: Tensor, per_request: int, num_pages: int, page_size: int):
-    """(page, offset, fault kind, value) of each token, through the block table."""
+def _from_table(block_table: Tensor, request: Tensor, pos: Tensor, p: Tensor, num_pages: int, page_size: int):
+    """(page, offset, fault kind, value) of each token, through its request's row of the block table."""
     width = block_table.shape[1]
     column = torch.where((pos >= 0) & (p >= 0), p // page_size, -1)
     page = torch.full_like(column, -1)
     ok = (column >= 0) & (column < width)
-    request = torch.arange(len(pos), device=pos.device) // per_request
     page[ok] = block_table[request[ok], column[ok]].long()
     kind = torch.where(column >= width, COLUMN, torch.where(page >= num_pages, PAGE_ID, 0))
     return page, p % page_size, kind, torch.where(column >= width, column, page)

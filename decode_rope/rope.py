@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference_prefill
+from . import reference
 from .checks_prefill import check_apply, check_no_grad
 from .dispatch import runs_reference
 from .faults import fault_buffer
@@ -248,7 +248,7 @@ def _rotate(x, out, cos_sin, positions, is_neox, axis_map, inverse, layout, *, r
     try:
         key = (
             facts(x), facts(cos_sin), facts(positions), facts(axis_map), facts(out), is_neox, inverse, layout, report, geometry,
-            out is not None and out.data_ptr() == x.data_ptr(),
+            out is not None and out.data_ptr() == x.data_ptr(), type(is_neox), type(inverse),  # 1 == True; checks refuse 1
         )  # fmt: skip
         plan = _PLANS.get(key)
     except (AttributeError, TypeError):  # not tensors at all; the checks will say so
@@ -262,7 +262,7 @@ def _rotate(x, out, cos_sin, positions, is_neox, axis_map, inverse, layout, *, r
     result = torch.empty_like(x) if out is None else out
     if on_reference:
         with torch.no_grad():
-            return reference_prefill.apply_rope(
+            return reference.apply_rope(
                 x, cos_sin, positions, is_neox=is_neox, axis_map=axis_map, inverse=inverse, out=result, layout=layout,
                 faults=fault_buffer(x.device) if report else None,
             )  # fmt: skip
@@ -272,6 +272,6 @@ def _rotate(x, out, cos_sin, positions, is_neox, axis_map, inverse, layout, *, r
             _PLANS.clear()
         plan = _PLANS.get(key)
         if plan is None:
-            plan = _PLANS[key] = _plan(call, x.device)
+            plan = _PLANS.setdefault(key, _plan(call, x.device))
         plan.submit(call, checked=True)
     return result

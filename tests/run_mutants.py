@@ -1,6 +1,6 @@
 """Do the tests notice? Small faults are put into a copy of the package, one at a time; each must turn some test red.
 
-    python tests/run_mutants.py             every mutant of mutants.py, each against the tests meant to see it
+    python tests/run_mutants.py             every mutant of mutants_*.py, each against the tests meant to see it
     python tests/run_mutants.py --fast      a choice of them, for every commit
     python tests/run_mutants.py --only WORD ...  --list  --jobs N  --json FILE
 
@@ -23,8 +23,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from mutants import DEFAULT_TESTS, LANES, MUTANTS, Mutant
+import mutants_host
+import mutants_kernels
+from mutant import GPU, LANES, Mutant, mutants
 
+MUTANTS = mutants(mutants_kernels.FAULTS) + mutants(mutants_host.FAULTS)
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("decode_rope", "tests", "pyproject.toml")
 SECONDS = 300  # for the tests of one mutant; a mutant that hangs is one that was noticed
@@ -87,7 +90,7 @@ def try_mutant(slot: Slot, mutant: Mutant) -> Outcome:
     path.write_text(original.replace(mutant.old, mutant.new))
     start = time.perf_counter()
     try:
-        said = slot.run(mutant.lane, mutant.tests or DEFAULT_TESTS[mutant.file, mutant.lane])
+        said = slot.run(mutant.lane, mutant.tests)
     finally:
         path.write_text(original)
     seconds = time.perf_counter() - start
@@ -184,9 +187,9 @@ def main() -> int:
     start = time.perf_counter()
     outcomes = [Outcome(m, "stale") for m in MUTANTS if is_stale(m)]
     ready = [m for m in chosen if not is_stale(m)]
-    if not any(m.lane == "gpu" for m in ready) or not _has_gpu():
-        outcomes += [Outcome(m, "skipped") for m in ready if m.lane == "gpu"]
-        ready = [m for m in ready if m.lane != "gpu"]
+    if any(m.lane == GPU for m in ready) and not _has_gpu():
+        outcomes += [Outcome(m, "skipped") for m in ready if m.lane == GPU]
+        ready = [m for m in ready if m.lane != GPU]
     for outcome in outcomes:
         show(outcome)
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:

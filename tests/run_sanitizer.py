@@ -28,7 +28,7 @@ import triton
 from cases import Case, Spec, View, bits, build, call_arguments, no_faults, prepare
 from torch import Tensor
 
-from decode_rope import reference, reference_prefill
+from decode_rope import reference
 from decode_rope.api import rope_append_decode
 from decode_rope.faults import fault_buffer
 from decode_rope.prefill import rope_append_prefill
@@ -163,7 +163,7 @@ def differences(got: Case, want: Case, start: Case, everything: bool) -> list[st
 
 
 def launches(case: Case, function):
-    """(name, call) of every way to launch a case: twice the function, where the second launch was packed before; then a bound one."""
+    """(name, call) of every way to launch a case. The second launch is one that the first has packed."""
     yield "first", lambda: function(**case.arguments())
     yield "again", lambda: function(**case.arguments())
     hook = triton.knobs.runtime.launch_enter_hook
@@ -187,7 +187,7 @@ def _look(metadata) -> None:
 
 def run_case(name: str, spec: Spec, device, everything: bool) -> list[str]:
     prefill = name in PREFILL
-    oracle = reference_prefill.rope_append_prefill if prefill else reference.rope_append_decode
+    oracle = reference.rope_append_prefill if prefill else reference.rope_append_decode
     start = build(spec, "cpu")
     want, faults = start.clone(), no_faults("cpu")
     oracle(**want.arguments(), faults=faults)

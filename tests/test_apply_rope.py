@@ -1,13 +1,16 @@
 """The plain rotation: every layout and kind of positions, out and in place, backwards, and its gradient."""
 
+import ctypes
+
 import pytest
 import torch
 from cases import FLOATS, bits
 from conftest import ON_GPU
 
 import decode_rope
-from decode_rope import reference_prefill
+from decode_rope import driver, prefill, reference, rope, variants
 from decode_rope.faults import fault_buffer
+from decode_rope.kernels.plain import INTEGERS, POINTERS, plain_kernel
 from decode_rope.rope import apply_rope
 
 ROWS = 32  # of the table
@@ -27,7 +30,7 @@ def run_both(x, cos_sin, positions=None, **options):
     buffer = fault_buffer(x.device)
     fresh = torch.tensor([0, decode_rope.reference.NO_RECORD], device=x.device)
     faults = fresh.clone()
-    want = reference_prefill.apply_rope(x.clone(), cos_sin, positions, faults=faults, **options)
+    want = reference.apply_rope(x.clone(), cos_sin, positions, faults=faults, **options)
     buffer.copy_(fresh)
     got = apply_rope(x, cos_sin, positions, **options)
     assert got.shape == x.shape and got.dtype == x.dtype
@@ -172,7 +175,7 @@ class TestGradients:
         positions = torch.tensor([[3, 1, -1, 7, 31, 0], [5, 6, 7, ROWS, 2, 1]], device=device)
         weight = randn(2, 6, 3, 64, device=device, dtype=dtype, seed=2)
         grads = []
-        for function in (apply_rope, reference_prefill.apply_rope):
+        for function in (apply_rope, reference.apply_rope):
             x.grad = None
             function(x, table(48, device), positions, is_neox=is_neox).backward(weight)
             grads.append(x.grad)
@@ -183,7 +186,7 @@ class TestGradients:
     def test_gradients_that_are_expanded_or_strided(self, device):
         x = randn(2, 6, 3, 32, device=device).requires_grad_()
         apply_rope(x, table(32, device)).sum().backward()
-        want = reference_prefill.apply_rope(torch.ones_like(x), table(32, device), inverse=True)
+        want = reference.apply_rope(torch.ones_like(x), table(32, device), inverse=True)
         assert torch.equal(x.grad, want)
         x.grad = None
         apply_rope(x, table(32, device)).transpose(-1, -2).contiguous().sum(1).square().sum().backward()
@@ -292,6 +295,55 @@ def test_out_that_overlaps_x_is_noticed_even_with_a_plan(device):
         assert torch.equal(apply_rope(halves[:, :3], cos_sin, out=halves[:, 3:]), want)
 
 
+def test_the_driver_gets_every_parameter_in_its_place(monkeypatch):
+    """A direct launch without a GPU: what is packed is what the kernel's parameters are called."""
+    assert plain_kernel.arg_names == [*POINTERS, *INTEGERS, *rope.Static._fields]
+    launched = []
+
+    def load(variant, dtypes):
+        variant.function, variant.shared, variant.num_scratch, variant.direct = 0x77, 0, 0, True
+
+    def launch(config, function, pointers, extra):
+        launched.append([ctypes.c_int64.from_address(address).value for address in pointers])
+        return 0
+
+    monkeypatch.setattr(variants, "_VARIANTS", {})
+    monkeypatch.setattr(variants.Variant, "_load", load)
+    monkeypatch.setattr(driver, "cu_launch_kernel_ex", lambda: launch)
+    monkeypatch.setattr(rope, "_PLANS", {})
+    monkeypatch.setattr(rope, "runs_reference", lambda device: False)
+    monkeypatch.setattr(prefill, "raw_stream", lambda device: 0x51)
+    monkeypatch.setattr(prefill, "current_device", lambda: None)
+    x, out = randn(2, 5, 7, 72, device="cpu")[..., :64], torch.empty(2, 5, 9, 64)[:, :, :7]
+    cos_sin, positions = table(64, "cpu"), torch.zeros(3, 4, 9, dtype=torch.int64)[:, 1:3, 2:]
+    axis_map = torch.zeros(32, dtype=torch.int8)
+    for _ in range(2):
+        apply_rope(x, cos_sin, positions, axis_map=axis_map, out=out, layout="HND")
+    want = {"x_ptr": x, "out_ptr": out, "cos_sin_ptr": cos_sin, "positions_ptr": positions, "axis_map_ptr": axis_map}
+    want = {name: tensor.data_ptr() for name, tensor in (want | {"faults_ptr": fault_buffer(x.device)}).items()}
+    want |= {"num_tokens": 14, "seq_len": 7, "max_position": ROWS, "stride_axis": 36, "stride_positions_b": 9}
+    for name, tensor in (("x", x), ("out", out)):
+        b, h, s, _ = tensor.stride()
+        want |= {f"stride_{name}_b": b, f"stride_{name}_s": s, f"stride_{name}_h": h}
+    assert [dict(zip([*POINTERS, *INTEGERS], values, strict=True)) for values in launched] == [want] * 2
+
+
+@pytest.mark.anywhere
+def test_what_is_refused_once_is_refused_after_a_good_call(device):
+    x, cos_sin = randn(*X, device=device), table(32, device)
+    apply_rope(x, cos_sin)
+    apply_rope(x, cos_sin, inverse=True)
+    for change in ({"is_neox": 1}, {"inverse": 1}, {"inverse": 0}):
+        for _ in range(2):
+            with pytest.raises(TypeError):
+                apply_rope(x, cos_sin, **change)
+
+
+def test_a_device_that_cannot_run_is_named():
+    with pytest.raises(ValueError, match="x: expected device cuda or cpu, got meta"):
+        apply_rope(torch.zeros(2, 2, 32, device="meta"), table(32, "meta"))
+
+
 @pytest.mark.skipif(not ON_GPU, reason="the reference takes float64")
 def test_float64_is_for_the_reference():
     with pytest.raises(TypeError, match="float64 on the CPU"):
@@ -316,7 +368,7 @@ class TestOnAGpu:
             positions.copy_(torch.arange(start, start + 8))
             graph.replay()
             torch.cuda.synchronize()
-            assert torch.equal(out, reference_prefill.apply_rope(x, cos_sin, positions, layout="HND"))
+            assert torch.equal(out, reference.apply_rope(x, cos_sin, positions, layout="HND"))
 
     def test_more_than_2_31_elements(self, device):
         """One tensor of 2^31 + 2^27 elements; the last token is far past what 32 bits can say."""
@@ -325,5 +377,5 @@ class TestOnAGpu:
         cos_sin = table(128, device)
         positions = torch.arange(tokens, device=device) % ROWS
         apply_rope(x, cos_sin, positions, out=x)
-        want = reference_prefill.apply_rope(torch.ones(ROWS, 32, 128, dtype=torch.bfloat16, device=device), cos_sin)
+        want = reference.apply_rope(torch.ones(ROWS, 32, 128, dtype=torch.bfloat16, device=device), cos_sin)
         assert all(torch.equal(x[i : i + ROWS], want) for i in (0, ROWS, 2**18, 2**19, tokens - ROWS))

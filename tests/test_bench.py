@@ -485,3 +485,11 @@ def test_layers_of_one_case_share_nothing():
     first, second = make_layers(FORTY, meta, 2, 0)
     assert isinstance(first, Layer) and first.k_cache.data_ptr() != second.k_cache.data_ptr()
     assert first.q.data_ptr() != second.q.data_ptr()
+
+
+def test_the_readme_shows_the_results_file():
+    from bench import summary
+
+    found = summary.load()
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert f"{summary.caption(found)}\n\n{summary.table(found)}\n" in readme

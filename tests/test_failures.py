@@ -274,6 +274,35 @@ def test_F3_one_unaligned_tensor_among_aligned_ones(one, fake):
         check(start)
 
 
+@pytest.mark.parametrize("name", ["table", "slots", "outputs"])
+def test_every_tensor_may_move_alone(name, fake):
+    """A launch packed for some memory is not taken for memory that differs in one tensor."""
+    start = build(SPECS[name], "cpu")
+    case = start.clone()
+    works(function_of(case), case, start)
+    for storage in start.storages:
+        moved = case.clone()
+        moved.storages |= {other: memory for other, memory in case.storages.items() if other != storage}
+        works(function_of(moved), moved, start)
+        works(function_of(case), case, start, times=1)
+
+
+def test_slices_that_interleave_well_say_nothing_of_others(fake):
+    """q, k and v in one packed tensor, then the same views of it moved so that k begins in the last head of q."""
+    start = build(TABLE.but(activations="packed", v_head_dim=16), "cpu")
+    case = start.clone()
+    works(function_of(case), case, start)
+    moved = case.clone()
+    view = moved.views["k"]
+    moved.views["k"] = view._replace(offset=view.offset - 16)
+    before = moved.clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="q: expected memory of its own, got memory shared with k"):
+            decode_rope.rope_append_decode(**moved.arguments())
+        assert_same_storages(moved, before)
+    works(function_of(case), case, start, times=1)
+
+
 @either_way
 def test_F5_a_launch_goes_to_the_stream_that_is_current(way, fake):
     start = build(TABLE, "cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import bits
 
-from decode_rope import axes, reference_prefill
+from decode_rope import axes, reference
 from decode_rope.faults import fault_buffer
 from decode_rope.prefill import rope_append_prefill
 from decode_rope.rope import apply_rope
@@ -125,7 +125,7 @@ def test_bits_of_the_reference_for_any_map(dtype, positions_dtype, device):
         positions = positions_of(num_axes, device, low=-3).to(positions_dtype)
         options = dict(axis_map=axis_map.to(device, torch.int8), is_neox=is_neox)
         x = randn(TOKENS, 3, 64, device=device, dtype=dtype)
-        want = reference_prefill.apply_rope(x, table(rotary_dim, device), positions, **options)
+        want = reference.apply_rope(x, table(rotary_dim, device), positions, **options)
         assert torch.equal(bits(apply_rope(x, table(rotary_dim, device), positions, **options)), bits(want))
 
 
@@ -174,7 +174,7 @@ def test_a_table_object_brings_its_map(device):
 def appended(positions, axis_map, device, **index):
     """Q, the caches and the faults of an append of TOKENS tokens in pages of 4, as the kernel and the reference leave them."""
     cos_sin, results = table(16, device), []
-    for function in (rope_append_prefill, reference_prefill.rope_append_prefill):
+    for function in (rope_append_prefill, reference.rope_append_prefill):
         q, k, v = (randn(TOKENS, h, 16, device=device, dtype=torch.bfloat16, seed=h) for h in (3, 2, 2))
         caches = [torch.full((8, 4, 2, 16), -1.0, dtype=torch.bfloat16, device=device) for _ in range(2)]
         faults = fault_buffer(q.device) if function is rope_append_prefill else torch.zeros(2, dtype=torch.int64, device=device)

@@ -26,11 +26,12 @@ def slow_copy(source, target, count, NANOSECONDS: tl.constexpr, BLOCK: tl.conste
     gdc_wait()
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(source + place, mask=place < count)
-    late = place
+    first = tl.program_id(0) * BLOCK
     for _ in tl.static_range(NANOSECONDS // 1000):
-        late = tl.inline_asm_elementwise(
-            "nanosleep.u32 1000; mov.b32 $0, $1;", "=r,r", [late], dtype=tl.int32, is_pure=False, pack=1
+        first = tl.inline_asm_elementwise(
+            "nanosleep.u32 1000; mov.b32 $0, $1;", "=r,r", [first], dtype=tl.int32, is_pure=False, pack=1
         )
+    late = first + tl.arange(0, BLOCK)
     tl.store(target + late, x, mask=late < count)
 
 

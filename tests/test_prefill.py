@@ -1,14 +1,25 @@
 """Prefill: the reference's bytes for ragged batches in every layout, T decode steps' bytes for T tokens, and skipped rows."""
 
+import ctypes
+import re
+import subprocess
+import tempfile
+
 import pytest
 import torch
+import triton
 from cases import ACTIVATIONS, CACHES, FLOATS, Case, Spec, assert_same_storages, bits, build, no_faults, run
-from conftest import ON_GPU
+from conftest import INTERPRETED, ON_GPU
 from guarded_memory import signal_of, walled
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
 
-from decode_rope import reference_prefill, variants
+from decode_rope import driver, prefill, reference, variants
 from decode_rope.api import rope_append_decode
+from decode_rope.faults import fault_buffer
 from decode_rope.geometry_prefill import PrefillGeometry, Tiles, check_geometry, plain_tiles, prefill_geometry
+from decode_rope.kernels.prefill import INTEGERS, POINTERS, prefill_kernel
 from decode_rope.prefill import rope_append_prefill
 
 # Four sequences that begin at 0, 5, 9 and 0, the third of them empty, and a token of padding after the last.
@@ -32,7 +43,7 @@ def ragged(device, spec: Spec = RAGGED, cu_seqlens=CU_SEQLENS, dtype=torch.int32
 
 def run_reference(case: Case) -> Case:
     faults = no_faults(case.device)
-    assert reference_prefill.rope_append_prefill(**case.arguments(), faults=faults) is case.returned
+    assert reference.rope_append_prefill(**case.arguments(), faults=faults) is case.returned
     case.faults = faults.tolist()
     return case
 
@@ -287,13 +298,13 @@ def test_steps_past_32_bits(name, dim, device):
     call |= {x: torch.randn(2, 2, 2, 32, generator=generator).to(device, torch.float16) for x in ("k_cache", "v_cache")}
     call |= {"cos_sin_cache": torch.randn(4, 32, generator=generator).to(device)}
     call |= {
-        "positions": torch.tensor([[1, 3], [2, 0]], device=device),
-        "block_table": torch.tensor([[0, 0], [0, 1]], device=device),
+        "positions": torch.tensor([[1, 3], [2, 0]], dtype=torch.int32, device=device),
+        "block_table": torch.tensor([[0, 0], [0, 1]], dtype=torch.int32, device=device),
     }
     call |= {"axis_map": torch.tensor([0, 1] * 8, dtype=torch.int8, device=device)}
     call |= {"cu_seqlens_q": torch.tensor([0, 1, 2], device=device)}
     want = {x: tensor.clone() for x, tensor in call.items()}
-    reference_prefill.rope_append_prefill(**want)
+    reference.rope_append_prefill(**want)
     strides = list(call[name].stride())
     strides[dim] = FAR
     try:
@@ -406,6 +417,16 @@ def test_bad_arguments_are_named_and_nothing_is_written(error, message, change, 
     assert_same_storages(case, before)
 
 
+@pytest.mark.anywhere
+def test_what_is_refused_once_is_refused_after_a_good_call(device):
+    a = build(Spec([3, 1], heads=(4, 0)), device).arguments()
+    rope_append_prefill(**a)
+    for change in ({"is_neox": 1}, {"tokens_per_request": True}, {"k_cache": ()}, {"q": a["q"].clone().requires_grad_()}):
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError)):
+                rope_append_prefill(**(a | change))
+
+
 @pytest.mark.parametrize("bad", [PrefillGeometry(Tiles(3, 1, 1), Tiles(2, 1, 1)), PrefillGeometry(Tiles(2, 1, 1), Tiles(1, 4, 1))])
 def test_impossible_geometries(bad):
     with pytest.raises(ValueError, match="geometry: expected"):
@@ -422,6 +443,118 @@ def test_every_shape_of_heads_has_tiles(itemsize, rotary):
             tiles = plain_tiles(heads, head_dim, head_dim, itemsize)
             assert tiles.groups(heads) * tiles.heads * tiles.loop >= heads
             assert tiles.tokens * tiles.heads * tiles.loop * head_dim * itemsize <= 2 * 128 * 64
+
+
+def test_the_driver_gets_every_parameter_in_its_place(monkeypatch):
+    """A direct launch without a GPU: what is packed is what the kernel's parameters are called."""
+    assert prefill_kernel.arg_names == [*POINTERS, *INTEGERS, *prefill.Static._fields]
+    launched = []
+
+    def load(variant, dtypes):
+        variant.function, variant.shared, variant.num_scratch, variant.direct = 0x77, 0, 2, True
+
+    def launch(config, function, pointers, extra):
+        launched.append([ctypes.c_int64.from_address(address).value for address in pointers])
+        return 0
+
+    monkeypatch.setattr(variants, "_VARIANTS", {})
+    monkeypatch.setattr(variants.Variant, "_load", load)
+    monkeypatch.setattr(driver, "cu_launch_kernel_ex", lambda: launch)
+    monkeypatch.setattr(prefill, "_PLANS", prefill.PrefillBook())
+    for name, value in (("runs_reference", False), ("raw_stream", 0x51), ("current_device", None)):
+        monkeypatch.setattr(prefill, name, lambda *_, value=value: value)
+    spec = RAGGED.but(cache="HND padded", activations="padded", q_out=True, k_out="own", cache_positions=[1] * 20)
+    case = ragged("cpu", spec)
+    a = case.arguments() | {
+        "positions": torch.zeros(3, 25, dtype=torch.int64)[:, :20],
+        "axis_map": torch.zeros(32, dtype=torch.int8),
+    }
+    for _ in range(2):
+        rope_append_prefill(**a)
+    want = {f"{name}_ptr": a[name].data_ptr() for name in ("q", "k", "v", "q_out", "k_out", "k_cache", "v_cache", "positions")}
+    want |= {f"{name}_ptr": a[name].data_ptr() for name in ("cache_positions", "axis_map")}
+    want |= {"cos_sin_ptr": a["cos_sin_cache"].data_ptr(), "index_ptr": a["block_table"].data_ptr()}
+    want |= {"cu_seqlens_ptr": a["cu_seqlens_q"].data_ptr(), "faults_ptr": fault_buffer(torch.device("cpu")).data_ptr()}
+    want |= {"index_len": 3, "stride_index": a["block_table"].stride(0), "num_tokens": 20, "max_position": 64}
+    want |= {"num_pages": 8, "tokens_per_request": 1, "num_requests": 4, "stride_axis": 25}
+    for short, name in (("q", "q"), ("k", "k"), ("v", "v"), ("qo", "q_out"), ("ko", "k_out")):
+        want |= {f"stride_{short}_t": a[name].stride(0), f"stride_{short}_h": a[name].stride(1)}
+    for short, name in (("kc", "k_cache"), ("vc", "v_cache")):
+        page, head, offset, _ = a[name].stride()
+        want |= {f"stride_{short}_p": page, f"stride_{short}_t": offset, f"stride_{short}_h": head}
+    for values in launched:
+        assert dict(zip([*POINTERS, *INTEGERS, "scratch", "more"], values, strict=True)) == want | {"scratch": 0, "more": 0}
+    assert len(launched) == 2
+
+
+CODE = {
+    "Llama": {},
+    "one KV head": dict(HQ=8, HKV=1),
+    "heads of 64": dict(HQ=64, D=64, R=64),
+    "GPT-J pairs": dict(NEOX=False),
+    "partial": dict(R=64),
+    "D 96": dict(D=96, R=96),
+    "D 80, pages of 544": dict(D=80, R=80, PAGE=544),
+    "slots, outputs": dict(PAGED=False, RAGGED=False, Q_OUT=True, K_OUT=True),
+    "live": dict(CACHE=False, K_OUT=True),
+    "NoPE": dict(R=0),
+    "three axes": dict(AXES=3),
+}
+
+
+def compiled(dtype: str, target=("cuda", 90, 32), **changes):
+    """The kernel as the package compiles it for aligned memory, with the tiles that it chooses."""
+    size = {"bf16": 2, "fp16": 2, "fp32": 4}[dtype]
+    shape = dict(HQ=32, HKV=8, D=128, R=128, NEOX=True, AXES=0, CACHE=True, PAGED=True, PAGE=16, RAGGED=True, SOFT=False)
+    shape |= dict(OWN_CACHE_POSITIONS=False, Q_OUT=False, K_OUT=False, ALIGN=16, ALIGN_TABLE=16) | changes
+    q, kv, num_warps = prefill_geometry(shape["HQ"], shape["HKV"], shape["D"], shape["R"], size)
+    shape |= dict(DV=shape["D"], BTQ=q.tokens, BHQ=q.heads, LOOPQ=q.loop, BTK=kv.tokens, BHK=kv.heads, LOOPK=kv.loop)
+    types = dict.fromkeys(POINTERS, f"*{dtype}") | dict.fromkeys(INTEGERS, "i64") | {"faults_ptr": "*i64", "cos_sin_ptr": "*fp32"}
+    types |= {"positions_ptr": "*i64", "cache_positions_ptr": "*i64", "index_ptr": "*i32", "cu_seqlens_ptr": "*i32"}
+    types |= {"axis_map_ptr": "*i8"}
+    names = prefill_kernel.arg_names
+    source = ASTSource(
+        fn=prefill_kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): shape[name] for name in prefill.Static._fields},
+        attrs={},
+    )
+    options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget(*target), options=options)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("name", CODE)
+def test_compiled_code_streams(name):
+    """16-byte accesses, no fused multiply-add, nothing spilled, and for most shapes room for half of all warps at once."""
+    kernel = compiled("bf16", **CODE[name])
+    ptx = kernel.asm["ptx"]
+    narrow = CODE[name].get("R", 128) == 64 and name == "partial"  # 8 bytes in each half
+    assert ptx.count("st.global.v2") + ptx.count("st.global.v4") >= 4 and "ld.global.v4" in ptx
+    assert narrow or "st.global.v2" not in ptx
+    assert not re.search(r"(ld|st)\.global\.b16", ptx) and "fma.rn" not in ptx
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) == 0
+    registers = int(re.search(r"Used (\d+) registers", said)[1])
+    assert registers <= (128 if name == "three axes" else 96)
+    assert kernel.metadata.shared == 0 or name == "three axes"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_other_dtypes_move_16_bytes_too(dtype):
+    ptx = compiled(dtype).asm["ptx"]
+    assert ptx.count("st.global.v4") == 12 and "ld.global.b16" not in ptx and "fma.rn" not in ptx
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)], ids=str)
+def test_other_gpus_compile(target):
+    compiled("bf16", target)
 
 
 @pytest.mark.gpu
@@ -443,7 +576,7 @@ class TestOnAGpu:
         call += [torch.zeros(rows * width, page, hkv, d, dtype=torch.bfloat16, device=device) for _ in range(2)]
         index = dict(block_table=table.to(device), cu_seqlens_q=cu.to(device))
         want = [x.clone() for x in call]
-        reference_prefill.rope_append_prefill(*want, cos_sin, positions.to(device), **index)
+        reference.rope_append_prefill(*want, cos_sin, positions.to(device), **index)
         rope_append_prefill(*call, cos_sin, positions.to(device), **index)
         for got, expected in zip(call, want, strict=True):
             assert torch.equal(bits(got), bits(expected))
@@ -485,5 +618,5 @@ class TestOnAGpu:
 @pytest.mark.anywhere
 def test_reference_finds_the_sequence_of_each_token(device):
     cu = torch.tensor([1, 3, 3, 6], device=device)
-    assert reference_prefill.sequence_of(cu, 8).tolist() == [-1, 0, 0, 2, 2, 2, -1, -1]
-    assert reference_prefill.sequence_of(cu[:1], 2).tolist() == [-1, -1]
+    assert reference.sequence_of(cu, 8).tolist() == [-1, 0, 0, 2, 2, 2, -1, -1]
+    assert reference.sequence_of(cu[:1], 2).tolist() == [-1, -1]

@@ -23,10 +23,3 @@ def test_prepared_snippet_runs_after_the_first_one():
     names: dict = {}
     exec(BLOCKS[0] + BLOCKS[1], names)
     assert names["k_cache"][3, 1].any() and names["k_cache"][9, 4].any()
-
-
-def test_the_measured_table_is_that_of_the_results_file():
-    from bench import summary
-
-    found = summary.load()
-    assert f"{summary.caption(found)}\n\n{summary.table(found)}\n" in README

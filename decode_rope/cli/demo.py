@@ -110,9 +110,7 @@ def _demo(args: argparse.Namespace) -> int:
     encoded = [loaded.encode(prompt, chat) for prompt in prompts]
     longest = max(map(len, encoded)) + max_new_tokens - 1
     if longest > loaded.shape.max_position_embeddings:
-        raise ValueError(
-            f"prompt: {longest} tokens with the new ones exceed the model's {loaded.shape.max_position_embeddings}"
-        )
+        raise ValueError(f"prompt: {longest} tokens with the new ones exceed the model's {loaded.shape.max_position_embeddings}")
     rows = args.max_batch or len(prompts)
     width = math.ceil(longest / args.page_size)
     cache = PagedKVCache(

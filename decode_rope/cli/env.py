@@ -45,8 +45,7 @@ def collect() -> dict:
         "tensors on the GPU": _gpu_path(),
         "programmatic dependent launch": _pdl(),
         "guards": "torch's TensorGuards" if _tensor_guards() else "plain Python",
-        "environment": [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("DECODE_ROPE_", "TRITON_"))]
-        or ["none"],
+        "environment": [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("DECODE_ROPE_", "TRITON_"))] or ["none"],
         "optional packages": [f"{name} {version}" for name in _OPTIONAL if (version := _version(name))] or ["none"],
     }
 

@@ -77,9 +77,7 @@ def _last_logits(shape: LlamaShape, weights: Mapping[str, Tensor], cos_sin: Tens
     for index in range(shape.num_hidden_layers):
         layer = f"model.layers.{index}."
         h = norm(x, layer + "input_layernorm")
-        q, k, v = (
-            linear(h, f"{layer}self_attn.{kind}_proj").unflatten(-1, (-1, shape.head_dim)).transpose(0, 1) for kind in "qkv"
-        )
+        q, k, v = (linear(h, f"{layer}self_attn.{kind}_proj").unflatten(-1, (-1, shape.head_dim)).transpose(0, 1) for kind in "qkv")
         a = F.scaled_dot_product_attention(turned(q)[None], turned(k)[None], v[None], is_causal=True, enable_gqa=True)
         x = x + linear(a[0].transpose(0, 1).flatten(1), layer + "self_attn.o_proj")
         h = norm(x, layer + "post_attention_layernorm")

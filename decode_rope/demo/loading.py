@@ -108,9 +108,7 @@ def _resolve(path: Path) -> tuple[Path, str | None]:
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
             return path, files[0].name
-    raise ValueError(
-        f"model: expected a .gguf file, a folder with a config.json or with one .gguf file, or 'random'; got {path}"
-    )
+    raise ValueError(f"model: expected a .gguf file, a folder with a config.json or with one .gguf file, or 'random'; got {path}")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,90 @@
+"""What a mutant is, where its tests run, and which tests are meant to notice a fault in a file."""
+
+from typing import NamedTuple
+
+INTERPRET, PLAIN, GPU = "interpret", "plain", "gpu"
+
+
+class Fault(NamedTuple):
+    """`old`, which occurs once in a file, becomes `new`."""
+
+    old: str
+    new: str
+    breaks: str
+    lane: str = INTERPRET
+    tests: tuple[str, ...] = ()  # pytest arguments; () is DEFAULT_TESTS of the file and lane
+    fast: bool = False  # one of those tried at every commit
+
+
+class Mutant(NamedTuple):
+    """The package with one fault; `file` is below decode_rope/, `tests` are never empty."""
+
+    file: str
+    old: str
+    new: str
+    breaks: str
+    lane: str
+    tests: tuple[str, ...]
+    fast: bool = False
+
+
+class Lane(NamedTuple):
+    environment: dict[str, str]
+    arguments: tuple[str, ...] = ()  # to pytest
+
+
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+LANES = {
+    INTERPRET: Lane(_NO_GPU | {"TRITON_INTERPRET": "1"}, ("-m", "(kernel or anywhere) and not gpu")),
+    PLAIN: Lane(_NO_GPU | {"TRITON_INTERPRET": "0"}),
+    GPU: Lane({"TRITON_INTERPRET": "0"}),
+}
+ROWS, LAYOUTS, DECODE = "tests/test_rows.py", "tests/test_layouts.py", "tests/test_decode.py"
+ROTARY, ERRORS, PREPARED = "tests/test_rotary.py", "tests/test_errors.py", "tests/test_prepared.py"
+PREFILL, PREFILL_ROWS = "tests/test_prefill.py", "tests/test_prefill_rows.py"
+APPLY, AXES = "tests/test_apply_rope.py", "tests/test_multi_axis.py"
+CODEGEN, FAILURES, REFERENCE = "tests/test_codegen.py", "tests/test_failures.py", "tests/test_reference.py"
+WALLS = f"{ROWS}::test_no_byte_outside_the_tensors_is_touched"
+OLD_CALLS = f"{ERRORS}::test_bad_argument_after_good_calls"
+_TABLES = ("tests/test_tables.py", "tests/test_scaling.py")
+
+DEFAULT_TESTS = {
+    ("kernels/rotation.py", INTERPRET): (ROTARY, ROWS, DECODE),
+    ("kernels/rotation.py", PLAIN): (CODEGEN,),
+    ("kernels/decode.py", INTERPRET): (ROTARY, LAYOUTS, ROWS),
+    ("kernels/decode.py", PLAIN): (CODEGEN,),
+    ("kernels/prefill.py", INTERPRET): (PREFILL, PREFILL_ROWS),
+    ("kernels/plain.py", INTERPRET): (APPLY, AXES),
+    ("plan.py", INTERPRET): (ROWS, LAYOUTS, OLD_CALLS),
+    ("plan.py", PLAIN): (FAILURES,),
+    ("prefill.py", INTERPRET): (PREFILL,),
+    ("rope.py", INTERPRET): (APPLY,),
+    ("dispatch.py", PLAIN): (FAILURES,),
+    ("dispatch.py", INTERPRET): (DECODE,),
+    ("driver.py", PLAIN): ("tests/test_driver.py", FAILURES),
+    ("variants.py", PLAIN): (FAILURES, "tests/test_threads.py"),
+    ("variants.py", GPU): ("tests/test_graphs.py", "tests/test_pdl.py", DECODE),
+    ("prepared.py", INTERPRET): (PREPARED,),
+    ("prepared.py", PLAIN): (FAILURES, PREPARED),
+    ("ops.py", PLAIN): ("tests/test_ops.py",),
+    ("faults.py", INTERPRET): (ROWS,),
+    ("faults.py", PLAIN): ("tests/test_threads.py",),
+    ("checks.py", PLAIN): (ERRORS,),
+    ("checks_prefill.py", PLAIN): (PREFILL, APPLY),
+    ("layout.py", PLAIN): (LAYOUTS, ERRORS),
+    ("reference.py", PLAIN): (REFERENCE,),
+    ("reference.py", INTERPRET): (PREFILL, APPLY, AXES),
+    ("cache.py", PLAIN): ("tests/test_cache.py",),
+    ("tables.py", PLAIN): _TABLES,
+    ("scaling.py", PLAIN): _TABLES[::-1],
+    ("axes.py", PLAIN): _TABLES,
+    ("registry.py", INTERPRET): ("tests/test_rope.py",),
+}
+
+
+def mutants(faults: dict[str, list[Fault]]) -> list[Mutant]:
+    return [
+        Mutant(file, *fault)._replace(tests=fault.tests or DEFAULT_TESTS[file, fault.lane])
+        for file, found in faults.items()
+        for fault in found
+    ]
