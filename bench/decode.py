@@ -60,9 +60,7 @@ def chain(provider: Provider, case: Case, meta: Meta, layers: list[Layer]) -> Ca
     return timing.capture([provider.bind(case, meta, layer) for layer in layers], warm=2).replay
 
 
-def floors(
-    providers: list[Provider], case: Case, meta: Meta, layers: list[Layer], runner: Runner
-) -> dict[str, Callable[[], None]]:
+def floors(providers: list[Provider], case: Case, meta: Meta, layers: list[Layer], runner: Runner) -> dict[str, Callable[[], None]]:
     """Empty kernels with the grid of our launch, as many as there are layers."""
     from bench.floors import empty_launch
 

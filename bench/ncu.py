@@ -167,9 +167,7 @@ def run(names: list[str], runner: Runner) -> None:
             report.say(line)
     widths = [16, 6, 14, 7, 11, 11, 7, 11, 11, 7, 8]
     report.say("bytes read and written: counted from the shapes, seen at the DRAM, and seen / counted; cold caches")
-    report.say(
-        columns(["model", "B", "provider", "kernels", "read", "DRAM", "ratio", "written", "DRAM", "ratio", "us"], widths)
-    )
+    report.say(columns(["model", "B", "provider", "kernels", "read", "DRAM", "ratio", "written", "DRAM", "ratio", "us"], widths))
     for (model, tokens, provider), group in zip(labels(text), split(kernels), strict=False):
         row = row_of(model, tokens, provider, group)
         cells = [model, str(tokens), provider, str(len(group))]

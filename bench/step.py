@@ -118,9 +118,7 @@ def measure(network: Network, batch: int, weights: list[Weights], providers: lis
 def row_of(network: Network, batch: int, attention: str, context: int, samples: dict[str, list[float]]) -> dict[str, Any]:
     base = samples.get(BASELINE)
     saved = {
-        name: summarize(paired(base, values)).as_dict()
-        for name, values in samples.items()
-        if base is not None and name != BASELINE
+        name: summarize(paired(base, values)).as_dict() for name, values in samples.items() if base is not None and name != BASELINE
     }
     return {
         "network": network.name,

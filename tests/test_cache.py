@@ -57,9 +57,7 @@ class Pages(RuleBasedStateMachine):
         width=st.integers(1, 6),
     )
     def build(self, num_pages, page_size, max_requests, width):
-        self.cache = make_cache(
-            num_pages=num_pages, page_size=page_size, max_requests=max_requests, max_pages_per_request=width
-        )
+        self.cache = make_cache(num_pages=num_pages, page_size=page_size, max_requests=max_requests, max_pages_per_request=width)
         self.address = self.cache.block_table.data_ptr()
         self.model: dict[int, int] = {}
 

@@ -188,9 +188,7 @@ def test_defaults_of_the_model_type(model_type):
         assert (ours.by_type, ours.by_layer) == (theirs.by_type, theirs.by_layer)
 
 
-@pytest.mark.parametrize(
-    "model_type", ["apertus", "apertus1p5_text", "cwm", "gpt_oss", "openai_privacy_filter", "lfm2", "cohere"]
-)
+@pytest.mark.parametrize("model_type", ["apertus", "apertus1p5_text", "cwm", "gpt_oss", "openai_privacy_filter", "lfm2", "cohere"])
 def test_default_theta_beside_rope_scaling(model_type):
     published = {"model_type": model_type, "head_dim": 64, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     config = config_class(model_type).from_dict(copy.deepcopy(published))
