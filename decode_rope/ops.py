@@ -42,6 +42,10 @@ _SHARED = (
     "{}: inputs of the graph share its storage, and torch.compile would write to a copy, or elsewhere in a later call; give the "
     "graph the one tensor they are slices of, and slice it in the compiled function"
 )
+_MISPLACED = (
+    "{}: a slice, made in the compiled function, of a tensor of dynamic sizes or of an input that is a slice itself, which "
+    "torch.compile would misplace; keep sizes but the number of tokens static, and give the graph the whole tensor"
+)
 
 _LIBRARY = torch.library.Library("decode_rope", "FRAGMENT")  # what is registered lives as long as this object
 _PLANS = PlanBook()  # of its own: guards made inside an operator do not match outside, where autograd is in other states
@@ -78,16 +82,12 @@ def _trace(written: dict[str, Tensor]) -> None:
         with _disable_current_modes():
             fault_buffer(device)  # now, for the first run of a CUDA graph would make it in the graph's own memory pool
     homes = {name: _home(name, x) for name, x in written.items()}
-    for name, home in homes.items():
-        if home is None:
-            continue
-        if any(other is not None and other is not home and _storage(other) == _storage(home) for other in homes.values()):
+    for name, x in written.items():
+        home = homes[name]
+        if home is not None and any(y is not home and y is not None and _storage(y) == _storage(home) for y in homes.values()):
             raise NotImplementedError(_SHARED.format(name))
-        if written[name] is not home and _is_misplaced(written[name], home):
-            raise NotImplementedError(
-                f"{name}: a slice, made in the compiled function, of an input that is a slice itself, which torch.compile of "
-                f"PyTorch {torch.__version__} would misplace; give the graph the whole tensor, or slices ready for use"
-            )
+        if x is not home and _is_misplaced(x, home):
+            raise NotImplementedError(_MISPLACED.format(name))
 
 
 def _home(name: str, x: Tensor) -> Tensor | None:
@@ -118,11 +118,16 @@ def _range(x: Tensor) -> tuple[int, int]:
     return x.storage_offset() * x.element_size(), (x.storage_offset() + last + 1) * x.element_size()
 
 
-def _is_misplaced(x: Tensor, base: Tensor) -> bool:
-    """Would Inductor write to the wrong place for `x`, a slice of the input `base`? It forgets where in its storage an input
-    begins: before PyTorch 2.13 for all slices of it, since then for those of equal strides."""
-    plain = x.dim() == base.dim() and x.stride() == base.stride()
-    return base.storage_offset() != 0 and (plain or torch.__version__ < (2, 13))
+def _is_misplaced(x: Tensor, home: Tensor | None) -> bool:
+    """Would Inductor write to the wrong place for `x`, a slice of the input `home` or of something the graph makes?
+
+    It loses distances that are dynamic, and forgets where in its storage an input begins: before PyTorch 2.13 for all slices of
+    it, since then for those of equal strides."""
+    if isinstance(x.storage_offset(), torch.SymInt):
+        return True
+    if home is None or (isinstance(home.storage_offset(), int) and home.storage_offset() == 0):
+        return False
+    return torch.__version__ < (2, 13) or (x.dim() == home.dim() and x.stride() == home.stride())
 
 
 def _define(suffix: str, rows: str, k_in_place: bool):
