@@ -6,7 +6,6 @@ return nothing, have no gradient and bump no version counter.
 """
 
 from inspect import signature
-from itertools import combinations
 from operator import itemgetter
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .checks import _no_grad
-from .dispatch import PlanBook, check_call
+from .dispatch import check_call, decode_plans
 from .faults import fault_buffer
 from .geometry import Geometry
 from .plan import Call
@@ -47,8 +46,10 @@ _MISPLACED = (
     "torch.compile would misplace; keep sizes but the number of tokens static, and give the graph the whole tensor"
 )
 
+_FORGETFUL = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+
 _LIBRARY = torch.library.Library("decode_rope", "FRAGMENT")  # what is registered lives as long as this object
-_PLANS = PlanBook()  # of its own: guards made inside an operator do not match outside, where autograd is in other states
+_PLANS = decode_plans()  # of its own: guards made inside an operator do not match outside, where autograd is in other states
 
 
 def _run(
@@ -60,7 +61,7 @@ def _run(
     index = block_table if paged else slot_mapping
     everything = (q, k, v, k_cache, v_cache, cos_sin_cache, positions, index, cache_positions, q_out, k_out)
     given = tuple([x for x in everything if x is not None])
-    geometry = None if geometry is None else Geometry(*geometry[:-1], pdl=bool(geometry[-1]))
+    geometry = None if geometry is None else Geometry(*geometry)._replace(pdl=bool(geometry[-1]))
     facts = (tokens_per_request, is_neox, kv_layout, enable_pdl, metadata_ready, geometry)
     flags = (paged, *[x is None for x in everything], *facts)
     plan = _PLANS.find(flags, given) if paged or block_table is None else None
@@ -96,10 +97,13 @@ def _home(name: str, x: Tensor) -> Tensor | None:
     # What an input is a view of is tracked as well, and is no input.
     inputs = [entry.fake for entry in tracked if getattr(entry.source, "member", None) != "_base"]
     inputs = [y for y in inputs if isinstance(y, Tensor) and _storage(y) == _storage(x)]
+    if len(inputs) < 2:
+        return inputs[0] if inputs else None
+    home = next((y for y in inputs if _meet(x, y)), None)
     # AOTAutograd makes one input of those that overlap, and has no guard for where in it they lie.
-    if any(_meet(y, z) for y, z in combinations(inputs, 2)):
+    if home is not None and any(y is not home and _meet(y, home) for y in inputs):
         raise NotImplementedError(_SHARED.format(name))
-    return next((y for y in inputs if _meet(x, y)), None)
+    return home
 
 
 def _storage(x: Tensor) -> int:
@@ -112,7 +116,7 @@ def _meet(x: Tensor, y: Tensor) -> bool:
     return x_start < y_end and y_start < x_end
 
 
-def _range(x: Tensor) -> tuple[int, int]:
+def _range(x: Tensor):
     """`layout.span` for what has no address: first byte of a view in its storage and the byte after its last one."""
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     return x.storage_offset() * x.element_size(), (x.storage_offset() + last + 1) * x.element_size()
@@ -122,12 +126,12 @@ def _is_misplaced(x: Tensor, home: Tensor | None) -> bool:
     """Would Inductor write to the wrong place for `x`, a slice of the input `home` or of something the graph makes?
 
     It loses distances that are dynamic, and forgets where in its storage an input begins: before PyTorch 2.13 for all slices of
-    it, since then for those of equal strides."""
-    if isinstance(x.storage_offset(), torch.SymInt):
+    it, since then for those of equal strides. (What AOTAutograd traces has neither home nor base.)"""
+    if isinstance(x.storage_offset(), torch.SymInt) and (home is not None or x._base is not None):
         return True
     if home is None or (isinstance(home.storage_offset(), int) and home.storage_offset() == 0):
         return False
-    return torch.__version__ < (2, 13) or (x.dim() == home.dim() and x.stride() == home.stride())
+    return _FORGETFUL or (x.dim() == home.dim() and x.stride() == home.stride())
 
 
 def _define(suffix: str, rows: str, k_in_place: bool):

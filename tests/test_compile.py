@@ -299,10 +299,11 @@ def test_caches_and_tables_of_a_module_are_static(prepared, device):
     assert static == {(PAGES, 2, PAGE, HKV, D), (64, D), ((HQ + 2 * HKV) * D, HIDDEN)}
 
 
+@torch.no_grad()
 def test_a_compiled_decode_rope_refuses_what_it_was_not_built_for(device):
     step = Step.of(device)
-    layer = torch.compile(Layer(step, prepared=decode_rope_of(step, num_q_heads=HQ + 1)), backend="eager")
-    with torch.no_grad(), pytest.raises(ValueError, match=r"q: expected torch.bfloat16 of shape \(3, 5, 16\), as this op was"):
+    layer = torch.compile(Layer(step, prepared=decode_rope_of(step, num_q_heads=HQ + 1)), fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"q: expected torch.bfloat16 of shape \(3, 5, 16\), as this op was"):
         layer(step.x, step.positions, step.block_table)
 
 
@@ -340,22 +341,62 @@ SHARED = {
 @torch.no_grad()
 @pytest.mark.parametrize("name", SHARED)
 def test_layers_that_hold_slices_of_one_tensor(name, device, handed):
-    """Whether a call is compiled or breaks the graph, it writes where an eager one does, and to the cache itself."""
+    """Compiled one by one and together, whether a call is compiled or breaks the graph: it writes where an eager one does."""
     shape, held, caches = SHARED[name]
     step, kv = Step.of(device), made(shape, device)
-    copy = kv.clone()
 
-    def function(x, layers):
+    def function(x, *layers):
         for layer in layers:
-            x = x + rotated(x, step.weight, *caches(*layer), step.table, step.positions, block_table=step.block_table).view(3, -1)
-        return x
+            q = rotated(x, step.weight, *caches(*layer), step.table, step.positions, block_table=step.block_table)
+        return q
 
-    want = function(step.x, [held(copy, i) for i in range(3)])
+    compiled = torch.compile(function)
+    for layers in ([0], [2], [1], [0, 1, 2]):
+        x, copy = made(step.x.shape, device), kv.clone()
+        want = function(x, *(held(copy, i) for i in layers))
+        handed.clear()
+        assert_same(compiled(x, *(held(kv, i) for i in layers)), want)
+        assert_same(kv, copy)
+        assert handed in ([], [tuple(cache.data_ptr() for cache in caches(*held(kv, i))) for i in layers])
+
+
+@inductor
+@torch.no_grad()
+def test_layers_that_hold_slices_of_two_tensors(device, handed):
+    """Keys of all layers in one, values in the other: one graph without copies."""
+    step = Step.of(device)
+    both = [made((3, PAGES, PAGE, HKV, D), device) for _ in range(2)]
+    copies = [x.clone() for x in both]
+
+    def function(x, k_caches, v_caches):
+        for k_cache, v_cache in zip(k_caches, v_caches, strict=True):
+            q = rotated(x, step.weight, k_cache, v_cache, step.table, step.positions, block_table=step.block_table)
+        return q
+
+    want = function(step.x, *(x.unbind(0) for x in copies))
     handed.clear()
-    assert_same(torch.compile(function)(step.x, [held(kv, i) for i in range(3)]), want)
-    assert_same(kv, copy)
-    places = [tuple(x.data_ptr() for x in caches(*held(kv, i))) for i in range(3)]
-    assert handed in ([], places)
+    got, code = generated(function, step.x, *(x.unbind(0) for x in both))
+    for x, y in zip([got, *both], [want, *copies], strict=True):
+        assert_same(x, y)
+    assert cache_uses(code) == (3, [])
+    assert handed == list(zip(*([x.data_ptr() for x in kv] for kv in both), strict=True))
+
+
+@inductor
+@torch.no_grad()
+def test_caches_of_several_sizes(device):
+    """From the second one on, Dynamo takes sizes for dynamic, and Inductor would lose the distance between K and V."""
+    step = Step.of(device)
+
+    def function(x, kv):
+        return rotated(x, step.weight, *kv.unbind(0), step.table, step.positions, block_table=step.block_table)
+
+    compiled = torch.compile(function)
+    for num_pages in (PAGES, 2 * PAGES, 3 * PAGES):
+        kv = made((2, num_pages, PAGE, HKV, D), device)
+        copy = kv.clone()
+        assert_same(compiled(step.x, kv), function(step.x, copy))
+        assert_same(kv, copy)
 
 
 @torch.no_grad()

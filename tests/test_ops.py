@@ -44,16 +44,16 @@ def operator_call(**arguments) -> torch.Tensor:
 
 
 class Recorder(TorchDispatchMode):
-    """Runs what it sees, and keeps the calls of this package's operators."""
+    """Keeps the calls of this package's operators instead of running them."""
 
     def __init__(self):
         super().__init__()
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "decode_rope":
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
+        if func.namespace != "decode_rope":
+            return func(*args, **(kwargs or {}))
+        self.calls.append((func, args))
 
 
 def recorded(function: Callable, case: Case) -> list[tuple]:
@@ -66,7 +66,7 @@ def recorded(function: Callable, case: Case) -> list[tuple]:
 def test_opcheck(name, device):
     """PyTorch's own checks: what a schema does not say is written is not; compilers see what runs; dynamic shapes."""
     case = build(CALLS[name], device)
-    ((operator, arguments),) = recorded(operator_call, case.clone())
+    ((operator, arguments),) = recorded(operator_call, case)
     outcome = torch.library.opcheck(operator, arguments)
     assert set(outcome) == {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
     assert set(outcome.values()) == {"SUCCESS"}
@@ -78,12 +78,26 @@ def test_every_operator_is_checked():
     assert all(re.fullmatch(r"decode_rope::rope_append_decode_v\d+\w*", operator.name()) for operator in used)
 
 
+def test_q_itself_as_q_out_is_in_place():
+    case = build(GOOD, "cpu")
+    ((operator, _),) = recorded(lambda **arguments: operator_call(**arguments, q_out=case["q"]), case)
+    assert operator is ops._OPERATORS[True, False][0]
+
+
 @anywhere
 @pytest.mark.parametrize("seed", range(2000, 2150 if ON_GPU else 2020))
 def test_operators_leave_the_bits_of_the_reference(seed, device):
     case = build(random_spec(seed, GPU_SIZES if ON_GPU else CPU_SIZES), device)
     check(case, operator_call)
     check(case, operator_call)
+
+
+@anywhere
+def test_calls_that_differ_in_flags_alone(device):
+    """Tensors of the same shapes and strides, one after the other."""
+    square = GOOD.but(page_size=2, v_head_dim=16)  # as many tokens a page as heads
+    for changes in ({}, dict(is_neox=False), dict(cache="HND"), dict(tokens_per_request=2), dict(cache="HND", is_neox=False)):
+        check(build(square.but(**changes), device), operator_call)
 
 
 @pytest.mark.parametrize("prepared", [False, True])
