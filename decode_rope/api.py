@@ -4,10 +4,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import ops
-from .dispatch import PlanBook, check_call
+from .dispatch import check_call, decode_plans
 from .plan import Call
 
-_PLANS = PlanBook()
+_PLANS = decode_plans()
 
 
 def rope_append_decode(

@@ -1,12 +1,15 @@
 """From arguments to a launch: finding the plan of a call, and making it the first time a configuration is seen."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import reference
 from .checks import check_append
 from .faults import fault_buffer
-from .plan import Call, Plan, append_plan
+from .plan import Call, append_plan
 from .variants import INTERPRETED
 
 try:
@@ -21,40 +24,62 @@ _RECENT = 4
 
 
 class PlanBook:
-    """Plans by the flags and tensors of their calls, the last few found first."""
+    """Plans by the flags and tensors of their calls, the last few found first.
 
-    def __init__(self):
-        self._recent: list[Plan] = []
-        self._plans: dict[tuple, Plan] = {}
+    Args:
+        make_plan: (call, device) -> plan, for a checked call.
+        run_on_cpu: call -> None, through the reference.
+    """
 
-    def find(self, flags: tuple, given: tuple[Tensor, ...]) -> Plan | None:
-        """The recent plan of calls with these flags and tensors, or None. `flags` must tell which arguments `given` are."""
+    def __init__(self, make_plan: Callable, run_on_cpu: Callable):
+        self._make_plan, self._run_on_cpu = make_plan, run_on_cpu
+        self._recent: list = []
+        self._plans: dict[tuple, Any] = {}
+
+    def find(self, flags: tuple, given: tuple[Tensor, ...]):
+        """The plan of calls with these flags and tensors, or None. `flags` must tell which arguments `given` are."""
         for plan in self._recent:
             if plan.flags == flags and plan.guard(*given):
                 return plan
-        return None
+        if not self._plans:
+            return None
+        try:
+            plan = self._plans.get(_key(flags, given))
+        except (AttributeError, TypeError):  # not tensors at all; the checks will say so
+            return None
+        if plan is not None:
+            self._put_first(plan, given)
+        return plan
 
-    def run_checked(self, call: Call, flags: tuple, given: tuple[Tensor, ...]) -> None:
+    def run_checked(self, call, flags: tuple, given: tuple[Tensor, ...]) -> None:
         """Run a call that passed every check, and keep its plan."""
         device = call.q.device
         if runs_reference(device):
-            run_reference(call)
+            self._run_on_cpu(call)
         elif call.q.shape[0] > 0:
-            key = (flags, *map(_facts, given))
+            key = _key(flags, given)
             plan = self._plans.get(key)
             if plan is None:
                 if len(self._plans) >= _MAX_PLANS:
                     self._plans.clear()
-                plan = append_plan(call, device)
+                plan = self._make_plan(call, device)
                 plan.flags = flags
-                self._plans[key] = plan
-            plan.guard = _guard(given)
-            self._recent = [plan, *(other for other in self._recent if other is not plan)][:_RECENT]
+                plan = self._plans.setdefault(key, plan)
+            self._put_first(plan, given)
             plan.adopt(call)
 
+    def _put_first(self, plan, given: tuple[Tensor, ...]) -> None:
+        plan.guard = _guard(given)  # anew, for torch's own fails once autograd is in another mode
+        self._recent = [plan, *(other for other in self._recent if other is not plan)][:_RECENT]
 
-def _facts(x: Tensor) -> tuple:
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+
+def _key(flags: tuple, given: tuple[Tensor, ...]) -> tuple:
+    return (flags, *map(facts, given))
+
+
+def facts(x: Tensor | None):
+    """What of a tensor decides its plan."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
 
 
 def _guard(tensors: tuple[Tensor, ...]):
@@ -62,8 +87,8 @@ def _guard(tensors: tuple[Tensor, ...]):
     if TensorGuards is not None:
         sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
         return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    wanted = [_facts(x) for x in tensors]
-    return lambda *others: all(isinstance(x, Tensor) for x in others) and [_facts(x) for x in others] == wanted
+    wanted = [facts(x) for x in tensors]
+    return lambda *others: all(isinstance(x, Tensor) for x in others) and [facts(x) for x in others] == wanted
 
 
 def check_call(call: Call, *, slot_mapping: Tensor | None, block_table: Tensor | None) -> None:
@@ -102,3 +127,8 @@ def run_reference(call: Call) -> None:
         k_out=call.k_out,
         faults=fault_buffer(call.q.device),
     )
+
+
+def decode_plans() -> PlanBook:
+    """An empty book for decode steps."""
+    return PlanBook(append_plan, run_reference)

@@ -28,6 +28,37 @@ def cache_view(cache: Tensor, kv_layout: str) -> CacheView:
     return CacheView(shape[0], shape[offset], shape[head], shape[3], stride[0], stride[offset], stride[head])
 
 
+def steps(rows, caches, kv_layout: str) -> list[tuple[int, int]]:
+    """(stride in elements, size) of every dimension that a kernel steps along: tokens and heads of each of `rows`, then pages,
+    offsets and heads of each of `caches`; (0, 0) for those of a tensor that is None."""
+    found = []
+    for x in rows:
+        found += [(0, 0)] * 2 if x is None else zip(x.stride()[:2], x.shape[:2], strict=True)
+    for cache in caches:
+        if cache is None:
+            found += [(0, 0)] * 3
+            continue
+        view = cache_view(cache, kv_layout)
+        found += [
+            (view.stride_page, view.num_pages),
+            (view.stride_offset, view.page_size),
+            (view.stride_head, view.num_heads),
+        ]
+    return found
+
+
+def index_shape(index: Tensor | None, paged: bool) -> tuple[int, int]:
+    """(number of columns, row stride) of a block table; (number of slots, 0) of a slot mapping; zeros for None."""
+    if index is None:
+        return 0, 0
+    return (index.shape[1], index.stride(0)) if paged else (index.shape[0], 0)
+
+
+def lowest_bit(n: int) -> int:
+    """The largest power of two that divides `n`."""
+    return n & -n
+
+
 def span(x: Tensor) -> tuple[int, int]:
     """First byte of a view and the byte after its last one; equal for an empty view."""
     start = x.data_ptr()

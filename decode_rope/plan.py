@@ -15,7 +15,7 @@ from . import driver
 from .faults import fault_buffer
 from .geometry import Geometry, decode_geometry
 from .kernels.decode import decode_kernel
-from .layout import cache_view, span
+from .layout import cache_view, index_shape, lowest_bit, span, steps
 from .variants import INTERPRETED, Variant, pdl_supported, variant
 
 _UNBOUNDED = 2**63 - 1
@@ -222,7 +222,8 @@ def append_plan(call: Call, device: torch.device, *, aligned: bool = True) -> Pl
     geometry = call.geometry or decode_geometry(num_tokens, q.shape[1], num_kv_heads, q.shape[2], call.metadata_ready)
     k_view = None if call.k is None else cache_view(call.k_cache, call.kv_layout)
     static = _static(call, geometry, 1 if k_view is None else k_view.page_size, device)
-    strides = _strides(call)
+    outs = (q if call.q_out is None else call.q_out, call.k if call.k_out is None else call.k_out)
+    strides = steps((q, call.k, call.v, *outs), (call.k_cache, call.v_cache), call.kv_layout)
     itemsize = q.element_size()
     if not aligned or any(size > 1 and stride * itemsize % static.ALIGN for stride, size in strides):
         static = static._replace(ALIGN=itemsize, ALIGN_TABLE=4)
@@ -230,7 +231,7 @@ def append_plan(call: Call, device: torch.device, *, aligned: bool = True) -> Pl
     max_position = _UNBOUNDED if call.cos_sin is None else call.cos_sin.shape[0]
     grid = geometry.programs(num_tokens, q.shape[1], num_kv_heads)
     num_pages = 0 if k_view is None else k_view.num_pages
-    width, row = _index_shape(call)
+    width, row = index_shape(call.index, call.paged)
     integers = (width, row, num_tokens, max_position, num_pages, *(stride for stride, _ in strides))
     return Plan(call, variant(decode_kernel, device, dtypes, static, geometry.num_warps), grid, integers)
 
@@ -255,8 +256,8 @@ def _static(call: Call, geometry: Geometry, page_size: int, device: torch.device
         OWN_CACHE_POSITIONS=call.cache_positions is not None,
         Q_OUT=call.q_out is not None,
         K_OUT=call.k_out is not None,
-        ALIGN=_lowest_bit(head_dim * itemsize | v_head_dim * itemsize | 16),
-        ALIGN_TABLE=_lowest_bit(rotary_dim * 4 | 16),
+        ALIGN=lowest_bit(head_dim * itemsize | v_head_dim * itemsize | 16),
+        ALIGN_TABLE=lowest_bit(rotary_dim * 4 | 16),
         BTQ=geometry.tokens_q,
         BHQ=geometry.heads_q,
         BTK=geometry.tokens_kv,
@@ -265,35 +266,3 @@ def _static(call: Call, geometry: Geometry, page_size: int, device: torch.device
         PREFETCH=pdl and call.metadata_ready,
         SOFT=INTERPRETED,
     )
-
-
-def _index_shape(call: Call) -> tuple[int, int]:
-    """(number of columns, row stride) of a block table; (number of slots, 0) of a slot mapping."""
-    index = call.index
-    if index is None:
-        return 0, 0
-    return (index.shape[1], index.stride(0)) if call.paged else (index.shape[0], 0)
-
-
-def _lowest_bit(n: int) -> int:
-    return n & -n
-
-
-def _strides(call: Call) -> list[tuple[int, int]]:
-    """(stride in elements, size) of every dimension the kernel steps along, in the order of its arguments."""
-    q, k, v = call.q, call.k, call.v
-    rows = (q, k, v, q if call.q_out is None else call.q_out, k if call.k_out is None else call.k_out)
-    found = []
-    for x in rows:
-        found += [(0, 0)] * 2 if x is None else zip(x.stride()[:2], x.shape[:2], strict=True)
-    for cache in (call.k_cache, call.v_cache):
-        if k is None:
-            found += [(0, 0)] * 3
-            continue
-        view = cache_view(cache, call.kv_layout)
-        found += [
-            (view.stride_page, view.num_pages),
-            (view.stride_offset, view.page_size),
-            (view.stride_head, view.num_heads),
-        ]
-    return found

@@ -7,20 +7,17 @@ from torch import Tensor
 
 from . import driver, reference
 from .checks_prefill import check_prefill
-from .dispatch import PlanBook, runs_reference
-from .dispatch import _guard as guard
+from .dispatch import PlanBook
 from .faults import fault_buffer
 from .geometry_prefill import PrefillGeometry, check_geometry, prefill_geometry
 from .kernels.prefill import prefill_kernel
-from .layout import cache_view, span
+from .layout import cache_view, index_shape, lowest_bit, span, steps
 from .plan import current_device, launch_hooks, raw_stream
 from .variants import INTERPRETED, Variant, variant
 
 _UNBOUNDED = 2**63 - 1
-_MAX_PLANS = 8192
 _MAX_KNOWN = 1024
 _GROUP_OF = (0, 0, 0, 0, 0, 1, 1, *[2] * 6)  # of the kernel's tensors: rows, caches, and what is only read
-_RECENT = 4
 
 
 class Static(NamedTuple):
@@ -128,7 +125,7 @@ class Launch:
 class PrefillPlan(Launch):
     """A launch of one configuration of shapes, strides, dtypes and flags, for whatever memory it is given.
 
-    `flags` and `guard` say which calls the plan is for (`PrefillBook` sets them). `unaligned` is the plan for
+    `flags` and `guard` say which calls the plan is for (`dispatch` sets them). `unaligned` is the plan for
     memory less aligned than this one needs, once there has been any. `_known` holds how q, k, v and the outputs,
     and how the two caches, have been found to lie relative to each other without harm: slices of one tensor
     interleave, and `k_out` may be `k`. `_ready` holds packed launches by the addresses of the call's own tensors
@@ -223,8 +220,9 @@ def prefill_plan(call: PrefillCall, device: torch.device, *, aligned: bool = Tru
     num_kv_heads = 0 if call.k is None else call.k.shape[1]
     v_head_dim = call.v.shape[2] if call.appends() else head_dim
     rotary_dim = 0 if call.cos_sin is None else call.cos_sin.shape[1]
-    strides = _strides(call)
-    align = _lowest_bit(head_dim * itemsize | v_head_dim * itemsize | 16)
+    outs = (q if call.q_out is None else call.q_out, call.k if call.k_out is None else call.k_out)
+    strides = steps((q, call.k, call.v, *outs), (call.k_cache, call.v_cache), call.kv_layout)
+    align = lowest_bit(head_dim * itemsize | v_head_dim * itemsize | 16)
     aligned = aligned and not any(size > 1 and stride * itemsize % align for stride, size in strides)
     geometry = call.geometry or prefill_geometry(num_q_heads, num_kv_heads, head_dim, rotary_dim, itemsize, aligned)
     view = cache_view(call.k_cache, call.kv_layout) if call.appends() else None
@@ -245,7 +243,7 @@ def prefill_plan(call: PrefillCall, device: torch.device, *, aligned: bool = Tru
         Q_OUT=call.q_out is not None,
         K_OUT=call.k_out is not None,
         ALIGN=align if aligned else itemsize,
-        ALIGN_TABLE=_lowest_bit(rotary_dim * 4 | 16) if aligned else 4,
+        ALIGN_TABLE=lowest_bit(rotary_dim * 4 | 16) if aligned else 4,
         BTQ=geometry.q.tokens,
         BHQ=geometry.q.heads,
         LOOPQ=geometry.q.loop,
@@ -254,9 +252,8 @@ def prefill_plan(call: PrefillCall, device: torch.device, *, aligned: bool = Tru
         LOOPK=geometry.kv.loop,
         SOFT=INTERPRETED,
     )
-    index = (0, 0) if call.index is None else (call.index.shape[1], call.index.stride(0)) if call.paged else (len(call.index), 0)
     integers = (
-        *index,
+        *index_shape(call.index, call.paged),
         q.shape[0],
         _UNBOUNDED if call.cos_sin is None else call.cos_sin.shape[0],
         0 if view is None else view.num_pages,
@@ -268,43 +265,6 @@ def prefill_plan(call: PrefillCall, device: torch.device, *, aligned: bool = Tru
     dtypes = (*(t.dtype for t in call.kernel_tensors()), torch.int64)
     compiled = variant(prefill_kernel, device, dtypes, static, geometry.num_warps)
     return PrefillPlan(call, compiled, geometry.programs(q.shape[0], num_q_heads, num_kv_heads, static.CACHE), integers)
-
-
-def facts(x: Tensor | None):
-    """What of a tensor decides its plan."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad)
-
-
-def _lowest_bit(n: int) -> int:
-    return n & -n
-
-
-def _index_shape(call: PrefillCall) -> tuple[int, int]:
-    """(number of columns, row stride) of a block table; (number of slots, 0) of a slot mapping."""
-    index = call.index
-    if index is None:
-        return 0, 0
-    return (index.shape[1], index.stride(0)) if call.paged else (index.shape[0], 0)
-
-
-def _strides(call: PrefillCall) -> list[tuple[int, int]]:
-    """(stride in elements, size) of every dimension the kernel steps along, in the order of its arguments."""
-    q, k = call.q, call.k
-    rows = (q, k, call.v, q if call.q_out is None else call.q_out, k if call.k_out is None else call.k_out)
-    found = []
-    for x in rows:
-        found += [(0, 0)] * 2 if x is None else zip(x.stride()[:2], x.shape[:2], strict=True)
-    for cache in (call.k_cache, call.v_cache):
-        if not call.appends():
-            found += [(0, 0)] * 3
-            continue
-        view = cache_view(cache, call.kv_layout)
-        found += [
-            (view.stride_page, view.num_pages),
-            (view.stride_offset, view.page_size),
-            (view.stride_head, view.num_heads),
-        ]
-    return found
 
 
 def rope_append_prefill(
@@ -412,41 +372,6 @@ def rope_append_prefill(
     return q if q_out is None else q_out
 
 
-class PrefillBook(PlanBook):
-    """Plans by the flags and tensors of their calls, the last few found first."""
-
-    def find(self, flags: tuple, given: tuple[Tensor, ...]) -> PrefillPlan | None:
-        """The plan of calls with these flags and tensors, or None. `flags` must tell which arguments `given` are."""
-        try:
-            plan = super().find(flags, given)
-            if plan is None and len(self._plans) > 0:
-                plan = self._plans.get((flags, *map(facts, given)))
-                if plan is not None:
-                    self._recent = [plan, *self._recent][:_RECENT]
-            return plan
-        except (AttributeError, TypeError):  # not tensors at all; the checks will say so
-            return None
-
-    def run_checked(self, call: PrefillCall, flags: tuple, given: tuple[Tensor, ...]) -> None:
-        """Run a call that passed every check, and keep its plan."""
-        device = call.q.device
-        if runs_reference(device):
-            _run_reference(call)
-        elif call.q.shape[0] > 0:
-            key = (flags, *map(facts, given))
-            plan = self._plans.get(key)
-            if plan is None:
-                if len(self._plans) >= _MAX_PLANS:
-                    self._plans.clear()
-                plan = prefill_plan(call, device)
-                plan.flags, plan.guard = flags, guard(given)
-                plan = self._plans.setdefault(key, plan)
-            plan.adopt(call)
-
-
-_PLANS = PrefillBook()
-
-
 def _run_reference(call: PrefillCall) -> None:
     index = {"block_table" if call.paged else "slot_mapping": call.index}
     reference.rope_append_prefill(
@@ -462,3 +387,6 @@ def _run_reference(call: PrefillCall) -> None:
         k_out=call.k_out,
         faults=fault_buffer(call.q.device),
     )
+
+
+_PLANS = PlanBook(prefill_plan, _run_reference)

@@ -6,7 +6,7 @@ from torch.compiler import is_compiling
 
 from . import driver, ops
 from .checks import check_table
-from .dispatch import PlanBook, check_call, require_pdl, run_reference, runs_reference
+from .dispatch import check_call, decode_plans, require_pdl, run_reference, runs_reference
 from .geometry import Geometry, check_geometry, decode_geometry
 from .layout import cache_view
 from .plan import Call, Plan, append_plan, cu_launch, current_device, launch_hooks, raw_stream
@@ -86,7 +86,7 @@ class DecodeRope:
         self.positions_dtype, self.index_dtype = positions_dtype, index_dtype
         self.outputs = (cache_positions, q_out, k_out)
         self.enable_pdl, self.metadata_ready, self.geometry = enable_pdl, metadata_ready, geometry
-        self._plans = PlanBook()
+        self._plans = decode_plans()
         if self.cos_sin is not None:
             check_table(self.cos_sin, head_dim)
             if self.cos_sin.device != self.device:

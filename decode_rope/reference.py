@@ -142,10 +142,9 @@ def rope_append_prefill(
             page, offset, fault, what = _from_table(block_table, request, first, p, num_pages, page_size)
         value = torch.where(kind == 0, what, value)
         kind = torch.where(kind == 0, fault, kind)
-        v_new = v.clone()  # v may alias the memory k_out rewrites
         write = turns & (page >= 0) & (page < num_pages)
         k_pages[page[write], offset[write]] = k_new[write]
-        v_pages[page[write], offset[write]] = v_new[write]
+        v_pages[page[write], offset[write]] = v[write]  # before k_out, whose memory v may alias
     if k_out is not None:
         k_out.copy_(k_new)
     if faults is not None:

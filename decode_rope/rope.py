@@ -7,12 +7,12 @@ from torch import Tensor
 
 from . import reference
 from .checks_prefill import check_apply, check_no_grad
-from .dispatch import runs_reference
+from .dispatch import facts, runs_reference
 from .faults import fault_buffer
 from .geometry_prefill import Tiles, plain_tiles
 from .kernels.plain import plain_kernel
-from .layout import span
-from .prefill import Launch, facts
+from .layout import lowest_bit, span
+from .prefill import Launch
 from .variants import INTERPRETED, Variant, variant
 
 _WARPS = 4
@@ -106,7 +106,7 @@ def _plan(call: Rotation, device: torch.device, *, aligned: bool = True) -> Plai
     batch, seq_len, num_heads, head_dim = _sizes(x, call.layout)
     rotary_dim = call.cos_sin.shape[1]
     strides = [*_steps(x, call.layout), *_steps(call.out, call.layout)]
-    align = _lowest_bit(head_dim * itemsize | 16)
+    align = lowest_bit(head_dim * itemsize | 16)
     aligned = aligned and not any(stride * itemsize % align for stride in strides)
     tiles = call.geometry or plain_tiles(num_heads, head_dim, rotary_dim, itemsize, aligned)
     multi = positions is not None and positions.dim() == x.dim() - 1
@@ -121,7 +121,7 @@ def _plan(call: Rotation, device: torch.device, *, aligned: bool = True) -> Plai
         INVERSE=call.inverse,
         REPORT=call.report,
         ALIGN=align if aligned else itemsize,
-        ALIGN_TABLE=_lowest_bit(rotary_dim * 4 | 16) if aligned else 4,
+        ALIGN_TABLE=lowest_bit(rotary_dim * 4 | 16) if aligned else 4,
         BT=tiles.tokens,
         BH=tiles.heads,
         LOOP=tiles.loop,
@@ -136,10 +136,6 @@ def _plan(call: Rotation, device: torch.device, *, aligned: bool = True) -> Plai
     compiled = variant(plain_kernel, device, dtypes, static, _WARPS)
     grid = -(-batch * seq_len // tiles.tokens) * tiles.groups(num_heads)
     return PlainPlan(call, compiled, grid, integers)
-
-
-def _lowest_bit(n: int) -> int:
-    return n & -n
 
 
 def _sizes(x: Tensor, layout: str) -> tuple[int, int, int, int]:

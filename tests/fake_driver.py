@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode_rope import api, dispatch, driver, plan, prepared, reference, variants
+from decode_rope import api, dispatch, driver, plan, prepared, reference, rope, variants
 from decode_rope.kernels.decode import INTEGERS, POINTERS
 
 INVALID_VALUE, MISALIGNED_ADDRESS = 1, 716  # as in cuda.h
@@ -60,12 +60,12 @@ class FakeDriver:
         self._loaded: dict[int, Loaded] = {}
 
     def install(self, monkeypatch) -> "FakeDriver":
-        """CPU tensors go through plans and this driver, with plans and kernels of their own."""
+        """CPU tensors go through plans and this driver, with plans and kernels of their own. It knows the decode kernel only."""
         monkeypatch.setattr(variants, "_VARIANTS", {})
-        monkeypatch.setattr(api, "_PLANS", dispatch.PlanBook())
+        monkeypatch.setattr(api, "_PLANS", dispatch.decode_plans())
         load = self.load
         monkeypatch.setattr(variants.Variant, "_load", lambda self, dtypes: load(self, dtypes))
-        for module in (dispatch, prepared):
+        for module in (dispatch, prepared, rope):
             monkeypatch.setattr(module, "runs_reference", lambda device: False)
         for module in (plan, prepared):
             monkeypatch.setattr(module, "raw_stream", lambda device: self.stream)
@@ -141,7 +141,7 @@ class RealDriver:
             load(variant, dtypes)
 
         monkeypatch.setattr(variants, "_VARIANTS", {})
-        monkeypatch.setattr(api, "_PLANS", dispatch.PlanBook())
+        monkeypatch.setattr(api, "_PLANS", dispatch.decode_plans())
         monkeypatch.setattr(variants.Variant, "_load", load_unless_refused)
         for module in (plan, prepared):
             monkeypatch.setattr(module, "cu_launch", launch)

@@ -43,7 +43,8 @@ ROWS, LAYOUTS, DECODE = "tests/test_rows.py", "tests/test_layouts.py", "tests/te
 ROTARY, ERRORS, PREPARED = "tests/test_rotary.py", "tests/test_errors.py", "tests/test_prepared.py"
 PREFILL, PREFILL_ROWS = "tests/test_prefill.py", "tests/test_prefill_rows.py"
 APPLY, AXES = "tests/test_apply_rope.py", "tests/test_multi_axis.py"
-CODEGEN, FAILURES, REFERENCE = "tests/test_codegen.py", "tests/test_failures.py", "tests/test_reference.py"
+CODEGEN, REFERENCE = "tests/test_codegen.py", "tests/test_reference.py"
+FAILURES, PACKED = "tests/test_failures.py", "tests/test_packed_launches.py"
 WALLS = f"{ROWS}::test_no_byte_outside_the_tensors_is_touched"
 OLD_CALLS = f"{ERRORS}::test_bad_argument_after_good_calls"
 _TABLES = ("tests/test_tables.py", "tests/test_scaling.py")
@@ -56,16 +57,16 @@ DEFAULT_TESTS = {
     ("kernels/prefill.py", INTERPRET): (PREFILL, PREFILL_ROWS),
     ("kernels/plain.py", INTERPRET): (APPLY, AXES),
     ("plan.py", INTERPRET): (ROWS, LAYOUTS, OLD_CALLS),
-    ("plan.py", PLAIN): (FAILURES,),
+    ("plan.py", PLAIN): (PACKED, FAILURES),
     ("prefill.py", INTERPRET): (PREFILL,),
     ("rope.py", INTERPRET): (APPLY,),
-    ("dispatch.py", PLAIN): (FAILURES,),
+    ("dispatch.py", PLAIN): (PACKED, FAILURES),
     ("dispatch.py", INTERPRET): (DECODE,),
-    ("driver.py", PLAIN): ("tests/test_driver.py", FAILURES),
-    ("variants.py", PLAIN): (FAILURES, "tests/test_threads.py"),
+    ("driver.py", PLAIN): ("tests/test_driver.py", FAILURES, PACKED),
+    ("variants.py", PLAIN): (PACKED, FAILURES, "tests/test_threads.py"),
     ("variants.py", GPU): ("tests/test_graphs.py", "tests/test_pdl.py", DECODE),
     ("prepared.py", INTERPRET): (PREPARED,),
-    ("prepared.py", PLAIN): (FAILURES, PREPARED),
+    ("prepared.py", PLAIN): (PACKED, FAILURES, PREPARED),
     ("ops.py", PLAIN): ("tests/test_ops.py",),
     ("faults.py", INTERPRET): (ROWS,),
     ("faults.py", PLAIN): ("tests/test_threads.py",),

@@ -4,6 +4,7 @@ import ctypes
 from types import SimpleNamespace
 
 import pytest
+from fake_driver import Config
 
 from decode_rope import driver
 
@@ -14,21 +15,6 @@ PTX = """
     .param .u64 .ptr .global .align 1 decode_kernel_param_2
 )
 """
-
-
-class Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
-
-
-class Config(ctypes.Structure):
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(Attribute)),
-        ("num_attributes", ctypes.c_uint),
-    ]
 
 
 @pytest.mark.parametrize("pdl", [False, True])

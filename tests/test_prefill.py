@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from decode_rope import driver, prefill, reference, variants
+from decode_rope import dispatch, driver, prefill, reference, variants
 from decode_rope.api import rope_append_decode
 from decode_rope.faults import fault_buffer
 from decode_rope.geometry_prefill import PrefillGeometry, Tiles, check_geometry, plain_tiles, prefill_geometry
@@ -460,8 +460,9 @@ def test_the_driver_gets_every_parameter_in_its_place(monkeypatch):
     monkeypatch.setattr(variants, "_VARIANTS", {})
     monkeypatch.setattr(variants.Variant, "_load", load)
     monkeypatch.setattr(driver, "cu_launch_kernel_ex", lambda: launch)
-    monkeypatch.setattr(prefill, "_PLANS", prefill.PrefillBook())
-    for name, value in (("runs_reference", False), ("raw_stream", 0x51), ("current_device", None)):
+    monkeypatch.setattr(prefill, "_PLANS", dispatch.PlanBook(prefill.prefill_plan, prefill._run_reference))
+    monkeypatch.setattr(dispatch, "runs_reference", lambda device: False)
+    for name, value in (("raw_stream", 0x51), ("current_device", None)):
         monkeypatch.setattr(prefill, name, lambda *_, value=value: value)
     spec = RAGGED.but(cache="HND padded", activations="padded", q_out=True, k_out="own", cache_positions=[1] * 20)
     case = ragged("cpu", spec)

@@ -6,8 +6,7 @@ from cases import Case, Spec, assert_same_storages, bits, build, no_faults, run
 from conftest import ON_GPU
 from guarded_memory import at_the_edge, signal_of, walled
 
-from decode_rope import reference
-from decode_rope.prefill import rope_append_prefill
+from decode_rope import reference, rope_append_prefill
 
 pytestmark = pytest.mark.kernel
 

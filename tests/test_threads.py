@@ -55,6 +55,14 @@ def together(*work: Callable[[], object]) -> list:
     return results
 
 
+def own_stream(device: torch.device):
+    if device.type == "cpu":  # where a forked child could not so much as ask for the current stream
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    return torch.cuda.stream(stream)
+
+
 def repeat(call: Callable, case: Case, start: Case, times: int) -> None:
     """Every call leaves what the reference left, worked out before the threads began."""
     want = run_reference(start.clone())

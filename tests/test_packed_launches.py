@@ -1,0 +1,195 @@
+"""What a direct launch is given is right: addresses, stream, device, alignment, kernel; for any call after any other. The driver is
+a stand-in, see `fake_driver.py`.
+"""
+
+import gc
+
+import pytest
+import torch
+import triton
+from cases import Spec, assert_same_storages, build, call_arguments, check, prepare, prepared, run
+from conftest import INTERPRETED
+from fake_driver import FakeDriver
+from random_cases import CPU_SIZES, random_spec
+from ways import WAYS, function_of, works
+
+import decode_rope
+from decode_rope import api, dispatch, plan, variants
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="launches do not go to the driver")
+TABLE = Spec([1, 3, -1, 6], [[1, 2], [3, 4], [0, 0], [5, 6]], heads=(3, 2), head_dim=16, v_head_dim=8)
+SPECS = {
+    "table": TABLE,
+    "slots": TABLE.but(block_table=None, slots=[3, 5, 7], dtype=torch.float16, cache="HND"),
+    "outputs": TABLE.but(q_out=True, k_out="own", cache_positions=[1, 3, 6, 0]),
+    "unaligned": TABLE.but(shift=1, is_neox=False),
+    "only q": TABLE.but(block_table=None, heads=(3, 0)),
+}
+either_way = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return FakeDriver().install(monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(2000, 2030))
+@either_way
+def test_repeated_launches_of_random_calls(way, seed, fake):
+    start = build(random_spec(seed, CPU_SIZES), "cpu")
+    case = start.clone()
+    works(WAYS[way](case), case, start)
+    assert len(fake.launches) == (3 if len(start.spec.positions) else 0)
+
+
+def test_F3_memory_of_any_alignment_in_any_order(fake):
+    """The stand-in refuses an address or a stride that its kernel was not compiled for."""
+    changes = [{}, dict(shift=1), dict(table_shift=1), dict(shift=8), dict(shift=3, table_shift=2), dict(activations="padded")]
+    changes += [dict(cache="NHD padded"), dict(cache="HND beside"), {}]
+    for spec in (TABLE, TABLE.but(head_dim=24, v_head_dim=20), TABLE.but(q_out=True, k_out="own"), TABLE.but(rotary_dim=6)):
+        cases = [build(spec.but(**change), "cpu") for change in changes]
+        for start in (*cases, *cases[::-1]):
+            check(start)
+            check(start, prepared(start))
+
+
+@pytest.mark.parametrize("one", ["q", "k", "v", "k_cache", "v_cache", "q_out", "k_out", "cos_sin_cache"])
+def test_F3_one_unaligned_tensor_among_aligned_ones(one, fake):
+    spec = TABLE.but(q_out=True, k_out="own")
+    aligned, shifted = build(spec, "cpu"), build(spec.but(shift=1, table_shift=1), "cpu")
+    mixed = aligned.clone()
+    view = shifted.views[one]
+    mixed.views[one] = view._replace(storage="shifted")
+    mixed.storages["shifted"] = shifted.storages[view.storage]
+    if one == "cos_sin_cache":
+        mixed[one].copy_(aligned[one])
+    for start in (aligned, mixed, aligned, mixed):
+        check(start)
+
+
+@pytest.mark.parametrize("name", ["table", "slots", "outputs"])
+def test_every_tensor_may_move_alone(name, fake):
+    """A launch packed for some memory is not taken for memory that differs in one tensor."""
+    start = build(SPECS[name], "cpu")
+    case = start.clone()
+    works(function_of(case), case, start)
+    for storage in start.storages:
+        moved = case.clone()
+        moved.storages |= {other: memory for other, memory in case.storages.items() if other != storage}
+        works(function_of(moved), moved, start)
+        works(function_of(case), case, start, times=1)
+
+
+def test_slices_that_interleave_well_say_nothing_of_others(fake):
+    """q, k and v in one packed tensor, then the same views of it moved so that k begins in the last head of q."""
+    start = build(TABLE.but(activations="packed", v_head_dim=16), "cpu")
+    case = start.clone()
+    works(function_of(case), case, start)
+    moved = case.clone()
+    view = moved.views["k"]
+    moved.views["k"] = view._replace(offset=view.offset - 16)
+    before = moved.clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="q: expected memory of its own, got memory shared with k"):
+            decode_rope.rope_append_decode(**moved.arguments())
+        assert_same_storages(moved, before)
+    works(function_of(case), case, start, times=1)
+
+
+@either_way
+def test_F5_a_launch_goes_to_the_stream_that_is_current(way, fake):
+    start = build(TABLE, "cpu")
+    case = start.clone()
+    call = WAYS[way](case)
+    for fake.stream in (7, 7, 9, 7, 9, 0, 0):
+        works(call, case, start, times=1)
+    assert [stream or 0 for stream, _ in fake.launches] == [7, 7, 9, 7, 9, 0, 0]
+
+
+@either_way
+def test_F4_a_launch_makes_the_device_of_its_tensors_current(way, fake):
+    start = build(TABLE, "cpu")
+    case = start.clone()
+    call = WAYS[way](case)
+    for fake.device in (None, 1, 1, None, 1):
+        current = fake.device
+        works(call, case, start, times=1)
+        assert fake.device == current
+    assert [device for _, device in fake.launches] == [None] * 5
+
+
+@either_way
+def test_a_profiler_s_launch_hook_sees_every_launch(way, fake, monkeypatch):
+    start = build(TABLE, "cpu")
+    case = start.clone()
+    call = WAYS[way](case)
+    works(call, case, start)
+    seen = []
+    monkeypatch.setattr(variants.Variant, "launch_jit", lambda self, grid, tensors, integers: seen.append(grid))
+    hook = triton.knobs.runtime.launch_enter_hook
+    hook.add(print)
+    try:
+        for _ in range(2):
+            call()
+    finally:
+        hook.remove(print)
+    assert len(seen) == 2 and len(fake.launches) == 3
+    works(call, case, start)
+
+
+def test_full_books_are_begun_anew(fake, monkeypatch):
+    monkeypatch.setattr(plan, "_MAX_READY", 2)
+    monkeypatch.setattr(dispatch, "_MAX_PLANS", 2)
+    cases = [build(TABLE.but(seed=seed, num_pages=7 + seed % 4), "cpu") for seed in range(8)]
+    for _ in range(2):
+        for start in cases:
+            case = start.clone()
+            works(function_of(case), case, start, times=2)
+    plans = api._PLANS._plans.values()
+    assert len(plans) <= 2 and all(len(p._ready) <= 2 and len(p.packings) <= 2 for p in plans)
+
+
+def test_F3_without_torch_s_tensor_guards(fake, monkeypatch):
+    monkeypatch.setattr(dispatch, "TensorGuards", None)
+    starts = [build(spec, "cpu") for spec in SPECS.values()]
+    starts += [build(TABLE.but(**changes), "cpu") for changes in (
+        dict(dtype=torch.float16), dict(dtype=torch.float32), dict(positions=[1, 3, -1], num_pages=9), dict(page_size=5),
+        dict(activations="padded"), dict(index_dtype=torch.int64), dict(head_dim=20), dict(cache="NHD padded"),
+    )]  # fmt: skip
+    for start in (*starts, *starts[::-1]):
+        check(start)
+        check(start)
+    case = starts[0].clone()
+    with pytest.raises(ValueError, match="q: expected a tensor that needs no gradient"):
+        decode_rope.rope_append_decode(**case.arguments() | {"q": case["q"].clone().requires_grad_()})
+    with pytest.raises(TypeError, match=r"v: expected a torch\.Tensor"):
+        decode_rope.rope_append_decode(**case.arguments() | {"v": [1.0]})
+
+
+def test_flags_of_one_call_say_nothing_about_the_next(fake):
+    """The same tensors, another pairing or another way through the block table."""
+    start = build(TABLE.but(head_dim=8, v_head_dim=8, block_table=[[1, 2], [3, 4], [5, 6], [0, 7]], heads=(4, 4)), "cpu")
+    variations = [start, *(start.clone() for _ in range(3))]
+    variations[1].options["is_neox"] = False
+    variations[2].options["tokens_per_request"] = 2
+    variations[3].options["kv_layout"] = "HND"  # 4 heads, pages of 4: both readings fit
+    for one in (*variations, *variations[::-1]):
+        check(one)
+        check(one)
+
+
+def test_F2_a_bound_launch_outlives_everything_it_was_made_from(fake):
+    start = build(TABLE, "cpu")
+    case = start.clone()
+    launch = prepare(case).bind(**call_arguments(case))
+    launch()
+    variants._VARIANTS.clear()
+    gc.collect()
+    works(launch, case, start)
+
+
+def test_kernels_are_compiled_without_contraction_and_with_their_warps(fake):
+    run(build(TABLE, "cpu"))
+    (found,) = variants._VARIANTS.values()
+    geometry = plan.decode_geometry(4, 3, 2, 16)
+    assert found.options == {"num_warps": geometry.num_warps, "num_stages": 1, "enable_fp_fusion": False}
