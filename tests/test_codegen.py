@@ -1,17 +1,12 @@
 """What the compiler makes of the decode kernel, seen without a GPU: widths of accesses, registers, order, index arithmetic."""
 
 import re
-import subprocess
-import tempfile
 from functools import cache
 
 import pytest
 import torch
-import triton
+from compile_only import GFX942, SM80, SM90, SM100, accesses, compile_kernel, resources
 from conftest import INTERPRETED
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
 
 from decode_rope.kernels.decode import INTEGERS, POINTERS, decode_kernel
 from decode_rope.plan import Static
@@ -20,8 +15,6 @@ from decode_rope.variants import Variant
 if INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-SM80, SM90, SM100 = (("cuda", arch, 32) for arch in (80, 90, 100))
-GFX942 = ("hip", "gfx942", 64)
 LLAMA = Static(
     HQ=32, HKV=8, D=128, DV=128, R=128, NEOX=True, PAGED=True, PAGE=16, TOKENS_PER_REQUEST=1, OWN_CACHE_POSITIONS=False,
     Q_OUT=False, K_OUT=False, ALIGN=16, ALIGN_TABLE=16, BTQ=1, BHQ=16, BTK=2, BHK=8, PDL=False, PREFETCH=False, SOFT=False,
@@ -48,15 +41,8 @@ def compiled(target=SM90, dtype="bf16", positions="i64", index="i32", **changes)
     types = dict.fromkeys(POINTERS, f"*{dtype}") | dict.fromkeys(INTEGERS, "i64")
     types |= {"cos_sin_ptr": "*fp32", "index_ptr": f"*{index}", "faults_ptr": "*i64"}
     types |= {"positions_ptr": f"*{positions}", "cache_positions_ptr": f"*{positions}"}
-    names = decode_kernel.arg_names
-    source = ASTSource(
-        fn=decode_kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in static._asdict().items()},
-        attrs={},
-    )
     options = Unloaded(decode_kernel, torch.device("cuda:0"), (), static, 4).options
-    return triton.compile(source, target=GPUTarget(*target), options=options)
+    return compile_kernel(decode_kernel, types, static._asdict(), target, options)
 
 
 class Unloaded(Variant):
@@ -74,24 +60,6 @@ def test_options_of_a_launch():
     assert Unloaded(decode_kernel, torch.device("cuda:0"), (), LLAMA, 4).options == plain
     with_pdl = LLAMA._replace(PDL=True)
     assert Unloaded(decode_kernel, torch.device("cuda:0"), (), with_pdl, 4).options == plain | {"launch_pdl": True}
-
-
-def resources(kernel, arch: int) -> dict[str, int]:
-    """What ptxas says: registers, bytes spilled, bytes of stack."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(kernel.asm["ptx"])
-        file.flush()
-        name = f"sm_{arch}{'a' if arch >= 90 else ''}"
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    words = {"registers": r"Used (\d+) registers", "spilled": r"(\d+) bytes spill stores", "stack": r"(\d+) bytes stack frame"}
-    return {name: int(re.search(pattern, said)[1]) for name, pattern in words.items()}
-
-
-def accesses(kernel, kind: str) -> list[int]:
-    """Bits of every global `ld` or `st` in the PTX."""
-    found = re.findall(rf"{kind}\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfu](\d+)", kernel.asm["ptx"])
-    return [int(bits) * int(count or 1) for count, bits in found]
 
 
 def test_the_kernel_declares_what_plan_gives():

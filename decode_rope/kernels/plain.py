@@ -62,27 +62,30 @@ def load_heads(
 
 @triton.jit
 def store_heads(
-    ptr, base, stride_h, pairs, tails, block, group, num_tokens,
-    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, TAIL: tl.constexpr,
+    ptr, base, stride_h, turned, turn, pairs, tails, block, group, num_tokens,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, OUT: tl.constexpr, TAIL: tl.constexpr,
     ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """What `load_heads` reads, written to memory laid out alike."""
+    """What `load_heads` reads, written to memory laid out alike: turned in the rows that `turn`. The others keep
+    the bits they have there; with OUT, where they have none yet, they get `pairs`."""
     for i in tl.static_range(LOOP):
         _token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
         row = row_pointers(ptr, base + head * stride_h, ALIGN)
         if R > 0:
-            store_pairs(row, ok, pairs[i][0], pairs[i][1], R, NEOX)
+            # Two masked stores, for a select after rounding costs the packed conversions to bf16.
+            store_pairs(row, ok & turn, turned[i][0], turned[i][1], R, NEOX)
+            if OUT:
+                store_pairs(row, ok & (turn == 0), pairs[i][0], pairs[i][1], R, NEOX)
         if TAIL:
             store_span(row, ok, tails[i], R, D - R)
 
 
 @triton.jit
-def rotate_heads(pairs, c, s, turn, dtype: tl.constexpr, LOOP: tl.constexpr, SOFT: tl.constexpr):
-    """All pairs turned, in the rows that turn; the others keep their bits."""
+def rotate_heads(pairs, c, s, dtype: tl.constexpr, LOOP: tl.constexpr, SOFT: tl.constexpr):
+    """All pairs turned."""
     turned = ()
     for i in tl.static_range(LOOP):
-        y1, y2 = rotate_pairs(pairs[i][0], pairs[i][1], c, s, dtype, SOFT)
-        turned += ((tl.where(turn, y1, pairs[i][0]), tl.where(turn, y2, pairs[i][1])),)
+        turned += (rotate_pairs(pairs[i][0], pairs[i][1], c, s, dtype, SOFT),)
     return turned
 
 
@@ -205,10 +208,10 @@ def plain_kernel(
     )
     if INVERSE:
         s = -s
-    pairs = rotate_heads(pairs, c, s, (pos >= 0) & (bad < 0), out_ptr.dtype.element_ty, LOOP, SOFT)
+    turned = rotate_heads(pairs, c, s, out_ptr.dtype.element_ty, LOOP, SOFT)
     store_heads(
-        out_ptr, b * stride_out_b + place * stride_out_s, stride_out_h, pairs, tails, block, group, num_tokens,
-        H, D, R, NEOX, TAIL, ALIGN, BT, BH, LOOP,
+        out_ptr, b * stride_out_b + place * stride_out_s, stride_out_h, turned, (pos >= 0) & (bad < 0), pairs, tails,
+        block, group, num_tokens, H, D, R, NEOX, OUT, TAIL, ALIGN, BT, BH, LOOP,
     )  # fmt: skip
     if REPORT and POSITIONS:
         report_faults(faults_ptr, token, tl.where(bad >= 0, POSITION, 0), bad, group, head, BT)

@@ -161,7 +161,8 @@ def _store(
     else:
         request = token
         if PAGED:
-            request = token // tokens_per_request
+            # Fewer than 2^28 tokens: divide in 32 bits, for 64 take a call.
+            request = (token.to(tl.int32) // tl.minimum(tokens_per_request, 1 << 28).to(tl.int32)).to(tl.int64)
         _store_rows(
             request, block, group, pairs, tails, pos, bad, cache_ptr, cache_positions_ptr, index_ptr, faults_ptr,
             index_len, stride_index, num_tokens, num_pages, stride_p, stride_t, stride_h,
@@ -186,11 +187,13 @@ def _rotate_tile(
     OUT: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    token, head, _ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
+    token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
     TAIL: tl.constexpr = OUT and R < D
     pairs, tails = load_heads(
         q_ptr, token * stride_q_t, stride_q_h, block, group, num_tokens, H, D, R, NEOX, TAIL, ALIGN, BT, BH, LOOP
     )
+    turned = pairs
+    turn = ok
     if R > 0:
         pos, valid = _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requests, RAGGED)
         bad = past_table(positions_ptr, token, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
@@ -198,12 +201,13 @@ def _rotate_tile(
             cos_sin_ptr, positions_ptr, token, valid, pos, head, stride_axis, axis_map_ptr, max_position,
             R, AXES, ALIGN_TABLE, BT,
         )  # fmt: skip
-        pairs = rotate_heads(pairs, c, s, (pos >= 0) & (bad < 0), q_out_ptr.dtype.element_ty, LOOP, SOFT)
+        turned = rotate_heads(pairs, c, s, q_out_ptr.dtype.element_ty, LOOP, SOFT)
+        turn = (pos >= 0) & (bad < 0)
         if REPORT:
             report_faults(faults_ptr, token, tl.where(bad >= 0, POSITION, 0), bad, group, head, BT)
     store_heads(
-        q_out_ptr, token * stride_qo_t, stride_qo_h, pairs, tails, block, group, num_tokens,
-        H, D, R, NEOX, TAIL, ALIGN, BT, BH, LOOP,
+        q_out_ptr, token * stride_qo_t, stride_qo_h, turned, turn, pairs, tails, block, group, num_tokens,
+        H, D, R, NEOX, OUT, TAIL, ALIGN, BT, BH, LOOP,
     )  # fmt: skip
 
 
@@ -224,19 +228,20 @@ def _k_tile(
     )
     pos, valid = _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requests, RAGGED)
     bad = past_table(positions_ptr, token, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
+    turned = pairs
     if R > 0:
         c, s = load_angles(
             cos_sin_ptr, positions_ptr, token, valid, pos, head, stride_axis, axis_map_ptr, max_position,
             R, AXES, ALIGN_TABLE, BT,
         )  # fmt: skip
-        pairs = rotate_heads(pairs, c, s, (pos >= 0) & (bad < 0), k_cache_ptr.dtype.element_ty, LOOP, SOFT)
+        turned = rotate_heads(pairs, c, s, k_cache_ptr.dtype.element_ty, LOOP, SOFT)
     if K_OUT:
         store_heads(
-            k_out_ptr, token * stride_ko_t, stride_ko_h, pairs, tails, block, group, num_tokens,
-            H, D, R, NEOX, R < D, ALIGN, BT, BH, LOOP,
+            k_out_ptr, token * stride_ko_t, stride_ko_h, turned, (pos >= 0) & (bad < 0), pairs, tails, block, group, num_tokens,
+            H, D, R, NEOX, True, R < D, ALIGN, BT, BH, LOOP,
         )  # fmt: skip
     _store(
-        block, group, pairs, tails, pos, bad, k_cache_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, faults_ptr,
+        block, group, turned, tails, pos, bad, k_cache_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, faults_ptr,
         index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests,
         stride_kc_p, stride_kc_t, stride_kc_h,
         H, D, R, NEOX, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, True, ALIGN, BT, BH, LOOP,

@@ -1,0 +1,43 @@
+"""Kernels compiled for a GPU that need not be there, and what to ask of them."""
+
+import re
+import subprocess
+import tempfile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+SM80, SM90, SM100 = (("cuda", arch, 32) for arch in (80, 90, 100))
+GFX942 = ("hip", "gfx942", 64)
+
+
+def compile_kernel(kernel, types: dict[str, str], static: dict, target, options: dict):
+    """`kernel` for `target`, with run-time arguments of these types and `static` for its compile-time ones."""
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in static.items()},
+        attrs={},
+    )
+    return triton.compile(source, target=GPUTarget(*target), options=options)
+
+
+def resources(kernel, arch: int) -> dict[str, int]:
+    """What ptxas says: registers, bytes spilled, bytes of stack."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        name = f"sm_{arch}{'a' if arch >= 90 else ''}"
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    words = {"registers": r"Used (\d+) registers", "spilled": r"(\d+) bytes spill stores", "stack": r"(\d+) bytes stack frame"}
+    return {name: int(re.search(pattern, said)[1]) for name, pattern in words.items()}
+
+
+def accesses(kernel, kind: str) -> list[int]:
+    """Bits of every global `ld` or `st` in the PTX."""
+    found = re.findall(rf"{kind}\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfu](\d+)", kernel.asm["ptx"])
+    return [int(bits) * int(count or 1) for count, bits in found]
