@@ -6,6 +6,7 @@ GPU; and it refuses what a GPU would refuse, a misaligned address or a grid that
 """
 
 import ctypes
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -58,6 +59,7 @@ class FakeDriver:
         self.stream = 0x51
         self.refuse_to_load: BaseException | None = None
         self._loaded: dict[int, Loaded] = {}
+        self._handles = itertools.count(0x1000)  # never the same one to two threads
 
     def install(self, monkeypatch) -> "FakeDriver":
         """CPU tensors go through plans and this driver, with plans and kernels of their own. It knows the decode kernel only."""
@@ -84,7 +86,7 @@ class FakeDriver:
         """In place of `Variant._load`."""
         if self.refuse_to_load is not None:
             raise self.refuse_to_load
-        handle = 0x1000 + len(self._loaded)
+        handle = next(self._handles)
         named = dict(zip(POINTERS, dtypes, strict=True))
         self._loaded[handle] = Loaded(variant.static, named, variant.options["num_warps"])
         variant.function, variant.shared, variant.num_scratch, variant.direct = handle, 0, SCRATCH, True

@@ -339,7 +339,7 @@ def sdpa(case, meta):
 
 
 def test_in_model_reports_paired_differences(on_cpu, report, runner, monkeypatch):
-    monkeypatch.setattr(in_model, "make_attention", lambda case, meta: ("sdpa", sdpa(case, meta)))
+    monkeypatch.setattr(in_model, "make_attention", lambda case, meta, pdl: ("sdpa", sdpa(case, meta)))
     chosen = [providers.load("ours"), Eager("eager")]
     in_model.run([Case(workloads.TINY, 2)], chosen, decode.Options(layers=2), runner)
     (row,) = report.rows
