@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bench import plot, workloads
+from bench import everything, plot, workloads
 from bench.buffers import Case
 from bench.providers import PEERS, choose
 from bench.report import Report
@@ -52,6 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     caches.add_argument("--flush", action="store_true", help="empty the L2 cache before each sample")
     decode.add_argument("--separate", action="store_true", help="Q, K and V in tensors of their own, not packed")
     decode.add_argument("--in-model", action="store_true", help="time added between a QKV projection and attention")
+    decode.add_argument(
+        "--attention-pdl", action="store_true", help="with --in-model: attention starts early, as it may in a server"
+    )
     decode.set_defaults(run=_decode)
     prefill = modes.add_parser("prefill", parents=[_common(180, 15)], help="GB/s against the number of tokens")
     prefill.set_defaults(run=_prefill)
@@ -65,6 +68,20 @@ def build_parser() -> argparse.ArgumentParser:
     ncu = modes.add_parser("ncu", parents=[_common(240, 1)], help="DRAM bytes counted by Nsight Compute")
     ncu.add_argument("--child", nargs="+", metavar="MODEL:TOKENS", help=argparse.SUPPRESS)
     ncu.set_defaults(run=_ncu)
+    variants = modes.add_parser("variants", parents=[_common(120, 15)], help="other pairings, head sizes, dtypes and layouts")
+    variants.set_defaults(run=_variants)
+    waves = modes.add_parser("waves", parents=[_common(120, 15)], help="time against tokens in small steps")
+    waves.set_defaults(run=_waves)
+    tiles = modes.add_parser("tiles", parents=[_common(240, 12)], help="time against the shape of a program's tile")
+    tiles.add_argument("--prefill", action="store_true", help="of the prefill kernel (default: of the decode kernel)")
+    tiles.set_defaults(run=_tiles)
+    whole = modes.add_parser("all", help="every mode in turn, each in its own process")
+    whole.add_argument("--seconds", type=float, default=900, help="for all of them together (default: %(default)s)")
+    whole.add_argument("--only", nargs="+", metavar="PART", help="some of the parts, as their results files are named")
+    whole.set_defaults(run=None)
+    drawing = modes.add_parser("plot", help="draw results files, each beside itself")
+    drawing.add_argument("results", nargs="+", metavar="JSON", help="results files; one without a picture is named and left out")
+    drawing.set_defaults(run=None)
     return parser
 
 
@@ -83,7 +100,7 @@ def _cases(models: list[workloads.Model], batches: list[int]) -> list[Case]:
 def _decode(args: argparse.Namespace, runner: Runner) -> bool:
     from bench import decode
 
-    options = decode.Options(args.layers, args.hot, args.flush, packed=not args.separate)
+    options = decode.Options(args.layers, args.hot, args.flush, packed=not args.separate, attention_pdl=args.attention_pdl)
     if args.dry_run:
         return decode.dry_run(choose(("reference", "ours-function", *decode.OURS), args.peers), runner)
     if args.in_model:
@@ -137,15 +154,49 @@ def _ncu(args: argparse.Namespace, runner: Runner) -> bool:
     return True
 
 
+def _variants(args: argparse.Namespace, runner: Runner) -> bool:
+    from bench import variants
+
+    variants.run(_models(args, QUICK_MODELS[:1]), _batches(args, variants.TOKENS, variants.TOKENS[:1]), runner)
+    return True
+
+
+def _waves(args: argparse.Namespace, runner: Runner) -> bool:
+    from bench import waves
+
+    waves.run(_models(args, QUICK_MODELS[:1]), _batches(args, waves.TOKENS, waves.TOKENS[::4]), runner)
+    return True
+
+
+def _tiles(args: argparse.Namespace, runner: Runner) -> bool:
+    from bench import tiles
+
+    usual = (16384,) if args.prefill else QUICK_BATCHES
+    tiles.run(_cases(_models(args, IN_MODEL_MODELS), _batches(args, usual, usual[-1:])), args.prefill, runner)
+    return True
+
+
 def _label(args: argparse.Namespace) -> str:
     """`decode`, and what sets this run apart from a plain one: part of the results file's name."""
-    flags = ("in_model", "hot", "flush", "separate")
+    flags = ("in_model", "attention_pdl", "hot", "flush", "separate", "prefill")
     return "-".join([args.mode, *(flag.replace("_", "-") for flag in flags if getattr(args, flag, False))])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
+    try:
+        if args.mode == "plot":
+            return plot.draw_files(args.results)
+        if args.mode == "all":
+            return everything.run(args.seconds, args.only)
+        return _measure(args)
+    except workloads.UsageError as error:
+        parser.error(str(error))
+
+
+def _measure(args: argparse.Namespace) -> int:
+    """One mode, in this process."""
     if args.quick:
         args.rounds = min(args.rounds, QUICK_ROUNDS)
     dry = getattr(args, "dry_run", False)
@@ -156,15 +207,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(_label(args), args, False if unsaved else args.json)
     runner = Runner(report, Budget(args.seconds), args.rounds, frozenset(args.peers or ()))
     report.head()
-    try:
-        # SGLang's wrapper takes its short path, as in a server, only without autograd.
-        with torch.no_grad():
-            right = args.run(args, runner)
-        report.finish()
-        if args.plot:
-            plot.draw(report.as_dict(), args.plot)
-    except workloads.UsageError as error:
-        parser.error(str(error))
+    # SGLang's wrapper takes its short path, as in a server, only without autograd.
+    with torch.no_grad():
+        right = args.run(args, runner)
+    report.finish()
+    if args.plot:
+        plot.draw(report.as_dict(), args.plot)
     return 0 if right else 1
 
 

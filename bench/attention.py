@@ -92,8 +92,9 @@ def triton_attention(case: Case, meta: Meta) -> Attention:
     return attend
 
 
-def flashinfer_attention(case: Case, meta: Meta) -> Attention:
-    """FlashInfer's CUDA-core batch decode, planned once for fixed lengths and safe to capture."""
+def flashinfer_attention(case: Case, meta: Meta, pdl: bool | None = None) -> Attention:
+    """FlashInfer's CUDA-core batch decode, planned once for fixed lengths and safe to capture. `pdl` None is its own
+    choice: programmatic dependent launch wherever there is such a thing."""
     wrapper_class = need("flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
     model, csr = case.model, meta.csr
     wrapper = wrapper_class(
@@ -115,14 +116,14 @@ def flashinfer_attention(case: Case, meta: Meta) -> Attention:
         q_data_type=case.dtype,
         kv_data_type=case.dtype,
     )
-    return lambda q, k_cache, v_cache: wrapper.run(q, (k_cache, v_cache))
+    return lambda q, k_cache, v_cache: wrapper.run(q, (k_cache, v_cache), enable_pdl=pdl)
 
 
-def make_attention(case: Case, meta: Meta) -> tuple[str, Attention]:
+def make_attention(case: Case, meta: Meta, pdl: bool | None = None) -> tuple[str, Attention]:
     """The first of FlashInfer's and ours that runs on this case, with its name."""
     model = case.model
     try:
-        attend = flashinfer_attention(case, meta)
+        attend = flashinfer_attention(case, meta, pdl)
         shape = (int(meta.csr.indices.max()) + 1, case.page_size, model.num_kv_heads, model.head_dim)
         cache = torch.zeros(shape, dtype=case.dtype, device=case.device)
         q = torch.zeros((case.tokens, model.num_q_heads, model.head_dim), dtype=case.dtype, device=case.device)

@@ -30,6 +30,7 @@ class Options:
     flush: bool = False
     packed: bool = True
     seed: int = 0
+    attention_pdl: bool = False
 
 
 def dry_run(providers: list[Provider], runner: Runner, *, prefill: bool = False) -> bool:

@@ -56,6 +56,20 @@ def facts_of(launch: Any) -> Facts:
     return Facts(variant.function, plan.grid, variant.options["num_warps"], variant.shared, pdl, arguments)
 
 
+def resident_programs(facts: Facts) -> int:
+    """How many programs of a kernel one multiprocessor holds at once, as the driver says.
+
+    Raises:
+        RuntimeError: it would not say.
+    """
+    count = ctypes.c_int()
+    call = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor
+    function, threads, shared = ctypes.c_void_p(facts.function), 32 * facts.num_warps, ctypes.c_size_t(facts.shared)
+    if code := call(ctypes.byref(count), function, threads, shared):
+        raise RuntimeError(f"cuOccupancyMaxActiveBlocksPerMultiprocessor: error {code}")
+    return count.value
+
+
 def kernel_parameters(arguments: Sequence[tuple[str, int]]) -> tuple[ctypes.Array, list[Any]]:
     """Array of pointers to the argument values, and the values, which must be kept alive."""
     values = [_TYPES[kind](value) for kind, value in arguments]

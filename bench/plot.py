@@ -1,10 +1,12 @@
 """Draws a results file: microseconds against the batch, or GB/s against the tokens, one panel a model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from bench.workloads import UsageError
 
+_KEYS = {"decode": "us", "decode-hot": "us", "decode-in-model": "added", "prefill": "gbps", "waves": "gbps"}
 _LOOKS = {"ours": ("black", 2.2), "peer": (None, 1.2), "floor": ("grey", 1.0)}
 
 
@@ -41,13 +43,13 @@ def draw(report: dict[str, Any], path: str) -> None:
         ImportError: matplotlib is missing; it comes with the extra `bench`.
         UsageError: this mode has nothing to draw.
     """
-    key = {"decode": "us", "decode-in-model": "added", "prefill": "gbps"}.get(report["mode"])
+    key = _KEYS.get(report["mode"])
     if key is None or not report["rows"]:
-        raise UsageError(f"--plot: expected rows of decode or prefill, got {len(report['rows'])} of {report['mode']}")
+        raise UsageError(f"plot: expected rows of {', '.join(_KEYS)}; got {len(report['rows'])} of {report['mode']}")
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'decode_rope[bench]'") from error
+        raise ImportError("plots need matplotlib: pip install 'decode_rope[bench]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -60,7 +62,8 @@ def draw(report: dict[str, Any], path: str) -> None:
             color, width = _look(name)
             style = {"ours-plain": ":", "ours-pdl": "--", "ours-meta": "-.", "empty-pdl": "--"}.get(name, "-")
             axis.plot(*zip(*points, strict=True), label=name, color=color, linewidth=width, linestyle=style, marker=".")
-        axis.set_xscale("log", base=2)
+        if report["mode"] != "waves":  # whose steps are even
+            axis.set_xscale("log", base=2)
         if key == "us":
             axis.set_yscale("log")
         axis.set_title(title)
@@ -74,3 +77,15 @@ def draw(report: dict[str, Any], path: str) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def draw_files(paths: list[str]) -> int:
+    """A picture beside every results file, with its name and the suffix .png; 0."""
+    for path in map(Path, paths):
+        try:
+            draw(json.loads(path.read_text()), str(path.with_suffix(".png")))
+        except UsageError as error:
+            print(f"skip {path.name}: {error}")
+        else:
+            print(f"wrote {path.with_suffix('.png').name}")
+    return 0

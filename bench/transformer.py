@@ -30,6 +30,7 @@ NETWORKS = {
         Network("llama-3.2-1b", 16, Model("llama-3.2-1b", 32, 8, 64, 2048), 8192),
         Network("qwen3-0.6b", 28, Model("qwen3-0.6b", 16, 8, 128, 1024), 3072, qk_norm=True),
         Network("llama-3-8b", 32, Model("llama-3-8b", 32, 8, 128, 4096), 14336),
+        Network("bielik-11b", 50, Model("bielik-11b", 32, 8, 128, 4096), 14336),
         Network("llama-3-70b-tp8", 80, Model("llama-3-70b-tp8", 8, 1, 128, 8192), 3584),
     )
 }

@@ -71,13 +71,17 @@ class Traffic:
         return self.read + self.written
 
 
-def traffic(model: Model, tokens: int, *, element_size: int = 2, out_element_size: int | None = None) -> Traffic:
-    """Least bytes of one rotate-and-append call of `tokens` tokens, full rotary, paged by a block table.
+def traffic(
+    model: Model, tokens: int, *, element_size: int = 2, out_element_size: int | None = None, rotary_dim: int | None = None
+) -> Traffic:
+    """Least bytes of one rotate-and-append call of `tokens` tokens, paged by a block table; all of a head turns, or
+    `rotary_dim` elements of it.
 
-    Read: Q, K and V rows, one fp32 cos/sin row, one int64 position and one int32 page a token.
-    Written: Q, the K row and the V row, in `out_element_size` bytes an element (1 for an fp8 cache and Q).
+    Read: what turns of Q, K and V rows, one fp32 cos/sin row, one int64 position and one int32 page a token.
+    Written: what turns of Q, the K row and the V row, in `out_element_size` bytes an element (1 for an fp8 cache and Q).
     """
     out = element_size if out_element_size is None else out_element_size
-    row = model.heads * model.head_dim
-    metadata = model.head_dim * 4 + 8 + 4
+    turning = model.head_dim if rotary_dim is None else rotary_dim
+    row = model.num_q_heads * turning + 2 * model.num_kv_heads * model.head_dim
+    metadata = turning * 4 + 8 + 4
     return Traffic(read=tokens * (row * element_size + metadata), written=tokens * row * out)

@@ -429,7 +429,7 @@ def test_plot_data():
     rows = [{"model": "m", "tokens": t, "state": "hot", "us": {"ours": value}, "gbps": {"ours": 2.0}} for t in (1, 8)]
     assert plot.series(rows, "us") == {"ours": [(1, 1.0), (8, 1.0)]}
     assert list(plot.panels({"mode": "prefill", "rows": rows})) == ["m hot"]
-    with pytest.raises(workloads.UsageError, match="--plot"):
+    with pytest.raises(workloads.UsageError, match="plot: expected rows"):
         plot.draw({"mode": "host", "rows": rows, "environment": {"gpu": None}}, "x.png")
 
 

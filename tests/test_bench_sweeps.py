@@ -1,0 +1,153 @@
+"""The benchmark's sweeps without a GPU: each compares before it times, and leaves out what is wrong."""
+
+import json
+import subprocess
+
+import pytest
+import torch
+from test_bench import CPU, CpuGraph, on_cpu, report, runner  # noqa: F401
+
+import decode_rope
+from bench import driver, everything, sweep, tiles, variants, waves, workloads
+from bench.__main__ import build_parser, main
+from bench.buffers import Case
+
+SMALL = workloads.Model("small", 4, 2, 16, 64)
+
+
+@pytest.fixture
+def small_variants(monkeypatch):
+    changes = (v._replace(head_dim=v.head_dim // 8, rotary_dim=v.rotary_dim // 8) for v in variants.PREFILL)
+    monkeypatch.setattr(variants, "PREFILL", tuple(changes))
+
+
+def test_a_graph_runs_through_all_buffer_sets_at_least_four_calls_long(on_cpu, runner, monkeypatch):  # noqa: F811
+    captured = []
+    monkeypatch.setattr(
+        sweep.timing, "capture", lambda calls, warm: captured.append(len(calls)) or type("G", (), {"replay": print})
+    )
+    monkeypatch.setattr(runner.__class__, "sample", lambda self, replays, target_us: {name: [12.0] * 5 for name in replays})
+    for sets, calls in ((1, 4), (2, 4), (3, 3), (64, 64)):
+        timed = sweep.time_ways({"a": lambda i: print}, sets, runner, "here")
+        assert captured.pop() == calls and timed["us"]["a"]["median"] == pytest.approx(12.0 / calls, abs=1e-3)
+
+
+def test_variants_verify_and_compare_with_the_first(on_cpu, report, runner, small_variants):  # noqa: F811
+    variants.run([SMALL], [40], runner)
+    prefill, layouts = report.rows
+    assert set(prefill["us"]) == {v.name for v in variants.PREFILL} and report.skipped == {}
+    assert prefill["share"]["NeoX bf16"] == 1.0 and set(layouts["us"]) == set(variants.LAYOUTS)
+    for row in report.rows:
+        first = next(iter(row["gbps"].values()))
+        assert row["share"] == {name: pytest.approx(speed / first, abs=1e-3) for name, speed in row["gbps"].items()}
+
+
+@pytest.mark.parametrize("group", variants.GROUPS)
+def test_a_variant_that_is_wrong_has_no_speed(group, on_cpu, report, runner, small_variants, monkeypatch):  # noqa: F811
+    name = {"prefill": "rope_append_prefill", "apply_rope": "apply_rope"}[group]
+    right = getattr(decode_rope, name)
+
+    def wrong(*args, **kwargs):
+        result = right(*args, **kwargs)
+        if kwargs.get("is_neox") is False or kwargs.get("layout") == "HND":
+            (args[3] if group == "prefill" else kwargs["out"]).view(torch.uint8).view(-1)[5] ^= 1
+        return result
+
+    monkeypatch.setattr(decode_rope, name, wrong)
+    row = variants.measure(group, SMALL, 40, runner)
+    left_out = "GPT-J pairs" if group == "prefill" else "[B, H, S, D]"
+    assert left_out not in row["us"] and list(report.skipped) == [f"{left_out}: fail: not the reference's bits"]
+    assert len(row["us"]) >= 1
+
+
+def test_bytes_of_a_partial_rotation():
+    model = workloads.MODELS["llama-3-8b"]
+    whole, half = (workloads.traffic(model, 3, rotary_dim=r) for r in (None, 64))
+    assert whole == workloads.traffic(model, 3, rotary_dim=128)
+    assert half.written == 3 * (32 * 64 + 16 * 128) * 2
+    assert half.read == half.written + 3 * (64 * 4 + 8 + 4)
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_tiles_are_tried_beside_the_chosen_one(prefill, on_cpu, report, runner):  # noqa: F811
+    tiles.run([Case(SMALL, 6, CPU, torch.float32)], prefill, runner)
+    (row,) = report.rows
+    assert tiles.CHOSEN in row["us"] and len(row["us"]) > 5 and report.skipped == {}
+
+
+def test_a_tile_that_changes_bits_has_no_speed(on_cpu, report, runner, monkeypatch):  # noqa: F811
+    right = tiles.prefill_call
+
+    def wrong(case, meta, geometry):
+        bind = right(case, meta, geometry)
+        if geometry is None or geometry.num_warps == 4:
+            return bind
+
+        def spoiled(layer):
+            def call():
+                bind(layer)()
+                layer.v_cache.view(torch.uint8).view(-1)[3] ^= 1
+
+            return call
+
+        return spoiled
+
+    monkeypatch.setattr(tiles, "prefill_call", wrong)
+    row = tiles.measure(Case(SMALL, 6, CPU), True, runner)
+    assert {name.rsplit("/", 1)[-1] for name in row["us"]} == {tiles.CHOSEN, "4"}
+    assert any("not the bits of the chosen tile" in reason for reason in report.skipped)
+
+
+@pytest.mark.parametrize("model", workloads.MODELS.values(), ids=str)
+@pytest.mark.parametrize("tokens", [1, 64, 1024])
+def test_tiles_to_try_can_be_built_and_include_several(model, tokens):
+    from decode_rope import geometry, geometry_prefill
+
+    for make, check in ((tiles.decode_tiles, geometry.check_geometry), (tiles.prefill_tiles, geometry_prefill.check_geometry)):
+        found = list(make(model, tokens))
+        assert len({tiles.label(g) for g in found}) >= 4
+        for candidate in found:
+            check(candidate)
+
+
+def test_waves_count_programs(on_cpu, report, runner, monkeypatch):  # noqa: F811
+    facts = driver.Facts(1, 528, 4, 0, False, [])
+    monkeypatch.setattr(waves, "facts_of", lambda launch: facts)
+    monkeypatch.setattr(waves, "resident_programs", lambda facts: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("P", (), {"multi_processor_count": 132}))
+    waves.run([SMALL], [3], runner)
+    (row,) = report.rows
+    assert (row["programs"], row["at_once"], row["waves"]) == (528, 264, 2.0) and set(row["us"]) == set(waves.WAYS)
+
+
+def test_all_parts_are_commands_and_share_what_time_is_left(monkeypatch, capsys):
+    for part in everything.PARTS.values():
+        build_parser().parse_args([*part.arguments, "--seconds", "3"])
+    ran = []
+
+    def run(command, timeout, **_):
+        ran.append((command[3], float(command[-1])))
+        assert timeout > float(command[-1])
+        if command[3] == "ncu":
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, 3 if command[3] == "host" else 0)
+
+    monkeypatch.setattr(everything.subprocess, "run", run)
+    assert main(["all", "--seconds", "100"]) == 1
+    assert [name for name, _ in ran] == [part.arguments[0] for part in everything.PARTS.values()]
+    assert sum(seconds for _, seconds in ran[:1]) == pytest.approx(30, abs=1) and ran[-1][1] == pytest.approx(100, abs=1)
+    assert "2 parts failed: host, ncu" in capsys.readouterr().out
+    assert main(["all", "--only", "decode", "waves"]) == 0
+    with pytest.raises(SystemExit):
+        main(["all", "--only", "nothing"])
+
+
+def test_results_files_are_drawn_beside_themselves(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    value = {"median": 1.0, "p10": 0.9, "p90": 1.1}
+    rows = [{"model": "m", "shape": "1/1/1", "tokens": t, "us": {"ours": value}, "gbps": {"ours": 5.0 * t}} for t in (128, 192)]
+    for mode in ("waves", "host"):
+        (tmp_path / f"{mode}.json").write_text(json.dumps({"mode": mode, "rows": rows, "environment": {"gpu": None}}))
+    assert main(["plot", *map(str, sorted(tmp_path.glob("*.json")))]) == 0
+    assert (tmp_path / "waves.png").stat().st_size > 1000 and not (tmp_path / "host.png").exists()
+    assert "skip host.json: plot: expected rows of" in capsys.readouterr().out
