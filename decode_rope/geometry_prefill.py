@@ -63,10 +63,11 @@ def prefill_geometry(
 
 def plain_tiles(num_heads: int, head_dim: int, rotary_dim: int, itemsize: int, aligned: bool = True) -> Tiles:
     """The tiles of one tensor: a 16-byte access a thread in each half of the rotated part, and heads side by
-    side, since they are contiguous in memory and share their angles."""
+    side, since they are contiguous in memory and share their angles. Unaligned, a quarter of that: every element
+    is an access of its own with a 64-bit address, and a whole tile of them spills."""
     width = power_of_two(head_dim)
     half = power_of_two(rotary_dim or head_dim) // 2 or 1
-    elements = 16 // itemsize * _THREADS
+    elements = 16 // itemsize * _THREADS if aligned else _THREADS * 4 // itemsize
     rows = max(2, min(elements // half, 4 * elements // width, 256))
     heads = min(num_heads & -num_heads, _MOST_HEADS, rows // 2)
     loop = 1

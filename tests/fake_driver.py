@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode_rope import api, dispatch, driver, plan, prepared, reference, rope, variants
+from decode_rope import api, dispatch, driver, plan, prepared, reference, rotate, variants
 from decode_rope.kernels.decode import INTEGERS, POINTERS
 
 INVALID_VALUE, MISALIGNED_ADDRESS = 1, 716  # as in cuda.h
@@ -67,7 +67,7 @@ class FakeDriver:
         monkeypatch.setattr(api, "_PLANS", dispatch.decode_plans())
         load = self.load
         monkeypatch.setattr(variants.Variant, "_load", lambda self, dtypes: load(self, dtypes))
-        for module in (dispatch, prepared, rope):
+        for module in (dispatch, prepared, rotate):
             monkeypatch.setattr(module, "runs_reference", lambda device: False)
         for module in (plan, prepared):
             monkeypatch.setattr(module, "raw_stream", lambda device: self.stream)

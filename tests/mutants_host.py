@@ -3,7 +3,7 @@
 from mutant import APPLY, DECODE, FAILURES, GPU, LAYOUTS, OLD_CALLS, PACKED, PLAIN, PREFILL, PREPARED, ROWS, Fault
 
 FAULTS = {
-    "prefill.py": [
+    "plan_prefill.py": [
         Fault("if not self._apart(addresses):", "if False:", "overlapping memory passes once there is a plan",
               tests=(PREFILL, "-k", "aliasing")),
         Fault("0 if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1",
@@ -13,9 +13,11 @@ FAULTS = {
         Fault("if index.dim() != 2 or index.shape[0] < rows:", "if index.dim() != 2:",
               "a block table with too few rows is read past its end", lane=PLAIN),
     ],
-    "rope.py": [
+    "rotate.py": [
         Fault("delta == 0 or delta >= self._sizes[0] or -delta >= self._sizes[1]", "True",
               "an out that overlaps x passes once there is a plan", tests=(APPLY, "-k", "overlaps")),
+    ],
+    "rope.py": [
         Fault("axis_map, not inverse, layout, False)", "axis_map, inverse, layout, False)",
               "the gradient turns the wrong way", tests=(APPLY, "-k", "gradient")),
     ],
@@ -124,6 +126,27 @@ FAULTS = {
               lane=PLAIN),
         Fault('"Tensor(a!) q, Tensor(d!) k, Tensor? v"', '"Tensor(a!) q, Tensor k, Tensor? v"',
               "a compiler is not told that k is rotated in place", lane=PLAIN),
+    ],
+    "operators.py": [
+        Fault("if x is not home and _is_misplaced(x, home):", "if False:", "slices that Inductor misplaces are compiled",
+              lane=PLAIN),
+        Fault("places |= {name: places[other]", "places |= {name: len(names)", "k is not rotated in place in a compiled graph",
+              lane=PLAIN),
+    ],
+    "ops_prefill.py": [
+        Fault("Tensor(b!)? k_cache, Tensor(c!)?", "Tensor? k_cache, Tensor(c!)?", "a compiler is not told that k_cache is written",
+              lane=PLAIN, fast=True),
+        Fault("given[\"q_out\"] is None or given[\"q_out\"] is given[\"q\"]", "True", "q_out is left unwritten in a compiled graph",
+              lane=PLAIN),
+        Fault("Tiles(*geometry[3:6])", "Tiles(*geometry[:3])", "K and V get the tiles of Q in a compiled graph", lane=PLAIN),
+    ],
+    "ops_rope.py": [
+        Fault("*ctx.saved_tensors, is_neox, not inverse", "*ctx.saved_tensors, is_neox, inverse",
+              "the gradient of a compiled graph turns the wrong way", lane=PLAIN, fast=True),
+        Fault("if torch.is_grad_enabled() and x.requires_grad:", "if False:", "a compiled graph has no gradient through out",
+              lane=PLAIN),
+        Fault("grad = grad.contiguous()", "pass", "a gradient of other strides is refused", lane=PLAIN),
+        Fault("layout, False), *[None] * 7", "layout, True), *[None] * 7", "faults are counted again on the way back", lane=PLAIN),
     ],
     "faults.py": [
         Fault("buffer = _BUFFERS.setdefault(device, buffer)", "_BUFFERS[device] = buffer",

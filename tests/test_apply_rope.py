@@ -8,7 +8,7 @@ from cases import FLOATS, bits
 from conftest import ON_GPU
 
 import decode_rope
-from decode_rope import driver, prefill, reference, rope, variants
+from decode_rope import driver, plan_prefill, reference, rotate, variants
 from decode_rope.faults import fault_buffer
 from decode_rope.kernels.plain import INTEGERS, POINTERS, plain_kernel
 from decode_rope.rope import apply_rope
@@ -297,7 +297,7 @@ def test_out_that_overlaps_x_is_noticed_even_with_a_plan(device):
 
 def test_the_driver_gets_every_parameter_in_its_place(monkeypatch):
     """A direct launch without a GPU: what is packed is what the kernel's parameters are called."""
-    assert plain_kernel.arg_names == [*POINTERS, *INTEGERS, *rope.Static._fields]
+    assert plain_kernel.arg_names == [*POINTERS, *INTEGERS, *rotate.Static._fields]
     launched = []
 
     def load(variant, dtypes):
@@ -310,10 +310,10 @@ def test_the_driver_gets_every_parameter_in_its_place(monkeypatch):
     monkeypatch.setattr(variants, "_VARIANTS", {})
     monkeypatch.setattr(variants.Variant, "_load", load)
     monkeypatch.setattr(driver, "cu_launch_kernel_ex", lambda: launch)
-    monkeypatch.setattr(rope, "_PLANS", {})
-    monkeypatch.setattr(rope, "runs_reference", lambda device: False)
-    monkeypatch.setattr(prefill, "raw_stream", lambda device: 0x51)
-    monkeypatch.setattr(prefill, "current_device", lambda: None)
+    monkeypatch.setattr(rotate, "_PLANS", {})
+    monkeypatch.setattr(rotate, "runs_reference", lambda device: False)
+    monkeypatch.setattr(plan_prefill, "raw_stream", lambda device: 0x51)
+    monkeypatch.setattr(plan_prefill, "current_device", lambda: None)
     x, out = randn(2, 5, 7, 72, device="cpu")[..., :64], torch.empty(2, 5, 9, 64)[:, :, :7]
     cos_sin, positions = table(64, "cpu"), torch.zeros(3, 4, 9, dtype=torch.int64)[:, 1:3, 2:]
     axis_map = torch.zeros(32, dtype=torch.int8)

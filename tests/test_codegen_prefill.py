@@ -7,7 +7,7 @@ import pytest
 from compile_only import GFX942, SM80, SM90, SM100, accesses, compile_kernel, resources
 from conftest import INTERPRETED
 
-from decode_rope import prefill, rope
+from decode_rope import plan_prefill, rotate
 from decode_rope.geometry_prefill import plain_tiles, prefill_geometry
 from decode_rope.kernels import plain as plain_kernels
 from decode_rope.kernels import prefill as prefill_kernels
@@ -54,12 +54,13 @@ def options(num_warps: int) -> dict:
 
 @cache
 def compiled(dtype="bf16", target=SM90, **changes):
-    """The prefill kernel as the package compiles it for aligned memory, with the tiles that it chooses."""
+    """The prefill kernel as the package compiles it, with the tiles that it chooses."""
     shape = dict(HQ=32, HKV=8, D=128, R=128, NEOX=True, AXES=0, CACHE=True, PAGED=True, PAGE=16, RAGGED=True, SOFT=False)
     shape |= dict(OWN_CACHE_POSITIONS=False, Q_OUT=False, K_OUT=False, ALIGN=16, ALIGN_TABLE=16) | changes
-    q, kv, num_warps = prefill_geometry(shape["HQ"], shape["HKV"], shape["D"], shape["R"], SIZES[dtype])
+    sizes = (shape["HQ"], shape["HKV"], shape["D"], shape["R"], SIZES[dtype])
+    q, kv, num_warps = prefill_geometry(*sizes, aligned=shape["ALIGN"] == 16)
     shape |= dict(DV=shape["D"], BTQ=q.tokens, BHQ=q.heads, LOOPQ=q.loop, BTK=kv.tokens, BHK=kv.heads, LOOPK=kv.loop)
-    static = {name: shape[name] for name in prefill.Static._fields}
+    static = {name: shape[name] for name in plan_prefill.Static._fields}
     return compile_kernel(prefill_kernels.prefill_kernel, types_of(prefill_kernels, dtype), static, target, options(num_warps))
 
 
@@ -68,9 +69,9 @@ def plain(dtype="bf16", target=SM90, **changes):
     """The kernel of `apply_rope` likewise."""
     shape = dict(H=32, D=128, R=128, NEOX=True, AXES=0, POSITIONS=True, OUT=False, INVERSE=False, REPORT=True)
     shape |= dict(ALIGN=16, ALIGN_TABLE=16, SOFT=False) | changes
-    tokens, heads, loop = plain_tiles(shape["H"], shape["D"], shape["R"], SIZES[dtype])
+    tokens, heads, loop = plain_tiles(shape["H"], shape["D"], shape["R"], SIZES[dtype], aligned=shape["ALIGN"] == 16)
     shape |= dict(BT=tokens, BH=heads, LOOP=loop)
-    static = {name: shape[name] for name in rope.Static._fields}
+    static = {name: shape[name] for name in rotate.Static._fields}
     return compile_kernel(plain_kernels.plain_kernel, types_of(plain_kernels, dtype), static, target, options(4))
 
 
@@ -93,6 +94,14 @@ def test_prefill_streams(name):
 @pytest.mark.parametrize("name", PLAIN)
 def test_apply_rope_streams(name):
     assert_streams(plain(**PLAIN[name]), name)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(D=48, R=32), dict(D=96, R=96), dict(NEOX=False)], ids=str)
+@pytest.mark.parametrize("make", [compiled, plain])
+def test_unaligned_memory_is_read_element_by_element_and_spills_nothing(make, changes):
+    kernel = make(**changes, ALIGN=2, ALIGN_TABLE=4)
+    assert set(accesses(kernel, "st")) == {16} and 16 in accesses(kernel, "ld")
+    assert resources(kernel, 90)["spilled"] == 0
 
 
 @pytest.mark.parametrize("make", [compiled, plain])

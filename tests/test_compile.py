@@ -12,7 +12,7 @@ import torch
 from cases import bits
 
 import decode_rope
-from decode_rope import faults, ops
+from decode_rope import dispatch, faults, operators, ops
 from decode_rope.geometry import Geometry
 
 inductor = pytest.mark.skipif(
@@ -203,7 +203,7 @@ def test_no_copy_of_a_cache_that_is_a_buffer(prepared, device, handed):
 @torch.no_grad()
 def test_the_search_for_copies_finds_one(device, monkeypatch):
     """Two inputs of one storage, which the package refuses for this reason: then the graph copies a cache."""
-    monkeypatch.setattr(ops, "_home", lambda name, x: None)
+    monkeypatch.setattr(operators, "_home", lambda name, x: None)
     step, kv = Step.of(device), made((6, PAGES, PAGE, HKV, D), device)
     _, code = generated(lambda k, v: rotated(*step[:2], k, v, *step[2:4], block_table=step.block_table), kv[0], kv[1])
     calls, others = cache_uses(code)
@@ -435,7 +435,7 @@ def test_cuda_graphs_of_the_compiler(mode, prepared, held, device, monkeypatch):
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(faults, "_BUFFERS", {})  # as in a process whose first call is the compiled one
-    monkeypatch.setattr(ops, "_PLANS", type(ops._PLANS)())
+    monkeypatch.setattr(ops, "_PLANS", dispatch.decode_plans())
     calls = []
     run = ops._run
     monkeypatch.setattr(ops, "_run", lambda *arguments: calls.append(run(*arguments)))

@@ -12,7 +12,7 @@ from fake_driver import FakeDriver, RealDriver
 from ways import WAYS, function_of, reset, works
 
 import decode_rope
-from decode_rope import api, dispatch, driver, plan, prefill, rope, variants
+from decode_rope import api, dispatch, dispatch_prefill, driver, plan, rotate, variants
 from decode_rope.faults import fault_buffer
 
 pytestmark = pytest.mark.skipif(INTERPRETED or (ON_GPU and not variants.DIRECT), reason="launches do not go to the driver")
@@ -149,7 +149,7 @@ def test_prefill_and_apply_rope_fail_the_same_way(name, device, monkeypatch):
             return getattr(module, name)(**of.arguments())
         return getattr(module, name)(of["q"], of["cos_sin_cache"], of["positions"], out=of["q"])
 
-    plans = prefill._PLANS._plans if name == "rope_append_prefill" else rope._PLANS
+    plans = dispatch_prefill._PLANS._plans if name == "rope_append_prefill" else rotate._PLANS
     before = set(plans)
     with monkeypatch.context() as broken:
         gpu = (RealDriver() if device.type == "cuda" else FakeDriver()).install(broken)

@@ -8,7 +8,7 @@ from cases import ACTIVATIONS, CACHES, FLOATS, Case, Spec, assert_same_storages,
 from conftest import ON_GPU
 from guarded_memory import signal_of, walled
 
-from decode_rope import dispatch, driver, prefill, reference, variants
+from decode_rope import dispatch, dispatch_prefill, driver, plan_prefill, reference, variants
 from decode_rope.api import rope_append_decode
 from decode_rope.faults import fault_buffer
 from decode_rope.geometry_prefill import PrefillGeometry, Tiles, check_geometry, plain_tiles, prefill_geometry
@@ -442,7 +442,7 @@ def test_every_shape_of_heads_has_tiles(itemsize, rotary):
 
 def test_the_driver_gets_every_parameter_in_its_place(monkeypatch):
     """A direct launch without a GPU: what is packed is what the kernel's parameters are called."""
-    assert prefill_kernel.arg_names == [*POINTERS, *INTEGERS, *prefill.Static._fields]
+    assert prefill_kernel.arg_names == [*POINTERS, *INTEGERS, *plan_prefill.Static._fields]
     launched = []
 
     def load(variant, dtypes):
@@ -455,10 +455,11 @@ def test_the_driver_gets_every_parameter_in_its_place(monkeypatch):
     monkeypatch.setattr(variants, "_VARIANTS", {})
     monkeypatch.setattr(variants.Variant, "_load", load)
     monkeypatch.setattr(driver, "cu_launch_kernel_ex", lambda: launch)
-    monkeypatch.setattr(prefill, "_PLANS", dispatch.PlanBook(prefill.prefill_plan, prefill._run_reference))
+    plans = dispatch.PlanBook(plan_prefill.prefill_plan, dispatch_prefill._run_reference)
+    monkeypatch.setattr(dispatch_prefill, "_PLANS", plans)
     monkeypatch.setattr(dispatch, "runs_reference", lambda device: False)
     for name, value in (("raw_stream", 0x51), ("current_device", None)):
-        monkeypatch.setattr(prefill, name, lambda *_, value=value: value)
+        monkeypatch.setattr(plan_prefill, name, lambda *_, value=value: value)
     spec = RAGGED.but(cache="HND padded", activations="padded", q_out=True, k_out="own", cache_positions=[1] * 20)
     case = ragged("cpu", spec)
     a = case.arguments() | {

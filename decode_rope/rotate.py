@@ -1,0 +1,187 @@
+"""The rotation alone, without autograd: its call, its plan and its launch."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .checks_prefill import check_apply
+from .dispatch import facts, runs_reference
+from .faults import fault_buffer
+from .geometry_prefill import Tiles, plain_tiles
+from .kernels.plain import plain_kernel
+from .layout import lowest_bit, span
+from .plan_prefill import Launch
+from .variants import INTERPRETED, Variant, variant
+
+_WARPS = 4
+_MAX_PLANS = 8192
+_PLANS: dict[tuple, "PlainPlan"] = {}
+
+
+class Static(NamedTuple):
+    """The kernel's compile-time parameters, in its own order; see `kernels/plain.py` for what each means."""
+
+    H: int
+    D: int
+    R: int
+    NEOX: bool
+    AXES: int
+    POSITIONS: bool
+    OUT: bool
+    INVERSE: bool
+    REPORT: bool
+    ALIGN: int
+    ALIGN_TABLE: int
+    BT: int
+    BH: int
+    LOOP: int
+    SOFT: bool
+
+
+class Rotation(NamedTuple):
+    """One rotation: x into out (which may be x)."""
+
+    x: Tensor
+    out: Tensor
+    cos_sin: Tensor
+    positions: Tensor | None
+    axis_map: Tensor | None
+    is_neox: bool = True
+    inverse: bool = False
+    layout: str = "NHD"
+    report: bool = True
+    geometry: Tiles | None = None
+
+    def in_place(self) -> bool:
+        return self.out.data_ptr() == self.x.data_ptr()
+
+    def kernel_tensors(self) -> tuple[Tensor, ...]:
+        """The kernel's pointer arguments in order, without the fault record; x stands in for those that it does
+        not read."""
+        x = self.x
+        return (
+            x,
+            self.out,
+            self.cos_sin,
+            x if self.positions is None else self.positions,
+            x if self.axis_map is None else self.axis_map,
+        )
+
+
+class PlainPlan(Launch):
+    """A launch for one set of shapes, strides, dtypes and flags, for whatever memory it is given."""
+
+    __slots__ = ("_align_bits", "_sizes", "_table_bits", "unaligned")
+
+    def __init__(self, call: Rotation, compiled: Variant, grid: int, integers: tuple[int, ...]):
+        super().__init__(compiled, grid, integers)
+        self._align_bits = compiled.static.ALIGN - 1
+        self._table_bits = compiled.static.ALIGN_TABLE - 1
+        self._sizes = [end - start for start, end in map(span, (call.x, call.out))]
+        self.unaligned = None
+
+    def submit(self, call: Rotation, checked: bool = False) -> bool:
+        """Launch, unless the addresses of this call ask for a closer look first; then do nothing and return
+        False."""
+        tensors = call.kernel_tensors()
+        addresses = tuple([x.data_ptr() for x in tensors])
+        delta = addresses[1] - addresses[0]
+        if not (checked or delta == 0 or delta >= self._sizes[0] or -delta >= self._sizes[1]):
+            return False
+        plan = self
+        if (addresses[0] | addresses[1]) & self._align_bits or addresses[2] & self._table_bits:
+            if self.unaligned is None:
+                self.unaligned = _plan(call, self.variant.device, aligned=False)
+            plan = self.unaligned
+        plan.launch(tensors, addresses)
+        return True
+
+
+def _plan(call: Rotation, device: torch.device, *, aligned: bool = True) -> PlainPlan:
+    """The plan of a checked call; RuntimeError if its kernel is not loaded yet and a CUDA graph is being
+    captured."""
+    x, positions, itemsize = call.x, call.positions, call.x.element_size()
+    batch, seq_len, num_heads, head_dim = _sizes(x, call.layout)
+    rotary_dim = call.cos_sin.shape[1]
+    strides = [*_steps(x, call.layout), *_steps(call.out, call.layout)]
+    align = lowest_bit(head_dim * itemsize | 16)
+    aligned = aligned and not any(stride * itemsize % align for stride in strides)
+    tiles = call.geometry or plain_tiles(num_heads, head_dim, rotary_dim, itemsize, aligned)
+    multi = positions is not None and positions.dim() == x.dim() - 1
+    static = Static(
+        H=num_heads,
+        D=head_dim,
+        R=rotary_dim,
+        NEOX=call.is_neox,
+        AXES=positions.shape[0] if multi else 0,
+        POSITIONS=positions is not None,
+        OUT=not call.in_place(),
+        INVERSE=call.inverse,
+        REPORT=call.report,
+        ALIGN=align if aligned else itemsize,
+        ALIGN_TABLE=lowest_bit(rotary_dim * 4 | 16) if aligned else 4,
+        BT=tiles.tokens,
+        BH=tiles.heads,
+        LOOP=tiles.loop,
+        SOFT=INTERPRETED,
+    )
+    of_batch = 0
+    if x.dim() == 4 and positions is not None and positions.dim() >= 2 and positions.shape[-2] > 1:
+        of_batch = positions.stride(-2)
+    of_axis = positions.stride(0) if multi else 0
+    integers = (batch * seq_len, seq_len, call.cos_sin.shape[0], of_axis, of_batch, *strides)
+    dtypes = (*(t.dtype for t in call.kernel_tensors()), torch.int64)
+    compiled = variant(plain_kernel, device, dtypes, static, _WARPS)
+    grid = -(-batch * seq_len // tiles.tokens) * tiles.groups(num_heads)
+    return PlainPlan(call, compiled, grid, integers)
+
+
+def _sizes(x: Tensor, layout: str) -> tuple[int, int, int, int]:
+    """(batch, sequence, heads, head_dim)."""
+    if x.dim() == 3:
+        return 1, *x.shape
+    return (x.shape[0], x.shape[2], x.shape[1], x.shape[3]) if layout == "HND" else tuple(x.shape)
+
+
+def _steps(x: Tensor, layout: str) -> tuple[int, int, int]:
+    """Strides in elements of (batch, sequence, heads); 0 where there is nothing to step to."""
+    strides = (0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]
+    sizes = (1, *x.shape[:2]) if x.dim() == 3 else x.shape[:3]
+    steps = tuple(stride if size > 1 else 0 for stride, size in zip(strides, sizes, strict=True))
+    return (steps[0], steps[2], steps[1]) if layout == "HND" else steps
+
+
+def rotate(x, out, cos_sin, positions, is_neox, axis_map, inverse, layout, *, report: bool, geometry=None) -> Tensor:
+    """`apply_rope` without autograd."""
+    try:
+        key = (
+            facts(x), facts(cos_sin), facts(positions), facts(axis_map), facts(out), is_neox, inverse, layout, report, geometry,
+            out is not None and out.data_ptr() == x.data_ptr(), type(is_neox), type(inverse),  # 1 == True; checks refuse 1
+        )  # fmt: skip
+        plan = _PLANS.get(key)
+    except (AttributeError, TypeError):  # not tensors at all; the checks will say so
+        key = plan = None
+    if plan is not None:
+        result = torch.empty_like(x) if out is None else out
+        if plan.submit(Rotation(x, result, cos_sin, positions, axis_map, is_neox, inverse, layout, report, geometry)):
+            return result
+    on_reference = isinstance(x, Tensor) and (runs_reference(x.device) or (x.dtype == torch.float64 and x.device.type == "cpu"))
+    check_apply(x, cos_sin, positions, is_neox, axis_map, inverse, out, layout, float64=on_reference)
+    result = torch.empty_like(x) if out is None else out
+    if on_reference:
+        with torch.no_grad():
+            return reference.apply_rope(
+                x, cos_sin, positions, is_neox=is_neox, axis_map=axis_map, inverse=inverse, out=result, layout=layout,
+                faults=fault_buffer(x.device) if report else None,
+            )  # fmt: skip
+    if x.numel() > 0:
+        call = Rotation(x, result, cos_sin, positions, axis_map, is_neox, inverse, layout, report, geometry)
+        if len(_PLANS) >= _MAX_PLANS:
+            _PLANS.clear()
+        plan = _PLANS.get(key)
+        if plan is None:
+            plan = _PLANS.setdefault(key, _plan(call, x.device))
+        plan.submit(call, checked=True)
+    return result
