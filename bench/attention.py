@@ -42,7 +42,8 @@ def _paged_attention(
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, D), tl.float32)
-    for start in range(0, length, BLOCK):
+    start = 0
+    while start < length:  # `range` of a tensor is more than Triton 3.6's interpreter can do with NumPy 2.5
         token = start + tl.arange(0, BLOCK)
         live = token < length
         page = tl.load(table_ptr + request * table_stride + token // PAGE, mask=live, other=0).to(tl.int64)
@@ -57,6 +58,7 @@ def _paged_attention(
         weight = weight * shrink + tl.sum(p, 1)
         total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v)
         best = new_best
+        start += BLOCK
     out_at = (request * HKV * GROUP + (head * GROUP + row)[:, None]) * D + dim[None, :]
     tl.store(out_ptr + out_at, (total / weight[:, None]).to(out_ptr.dtype.element_ty), mask=(row < GROUP)[:, None])
 

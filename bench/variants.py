@@ -115,9 +115,10 @@ def measure(group: str, model: Model, tokens: int, runner: Runner) -> dict:
         else:
             runner.report.skip(name, "fail: not the reference's bits", where)
     row = time_ways(right, sets, runner, where)
-    gbps = {name: round(timed[name].bytes / us["median"] / 1e3, 1) for name, us in row["us"].items()}
-    first = next(iter(gbps.values()), None)
-    share = {name: round(value / first, 4) for name, value in gbps.items()}
+    speed = {name: timed[name].bytes / us["median"] / 1e3 for name, us in row["us"].items()}
+    first = next(iter(speed.values()), None)
+    gbps = {name: round(value, 1) for name, value in speed.items()}
+    share = {name: round(value / first, 4) for name, value in speed.items()}
     return {"group": group, "shape": model.shape, "tokens": tokens, "gbps": gbps, "share": share, **row}
 
 
