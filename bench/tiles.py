@@ -43,13 +43,13 @@ def decode_tiles(model: Model, tokens: int) -> Iterator[Any]:
 def prefill_tiles(model: Model, tokens: int) -> Iterator[Any]:
     module = "decode_rope.geometry_prefill"
     geometry, tiles = need(module, "PrefillGeometry"), need(module, "Tiles")
-    for warps, heads, loop, fill in product((4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2)):
+    for warps, heads, loop, fill, pdl in product((4, 8), (2, 4, 8), (1, 2, 4), (1, 2), (False, True)):
         rows = fill * 8 * 32 * warps // (model.head_dim // 2)
         if rows // heads < 2 or rows > ROWS or heads * loop > model.num_q_heads:
             continue
         few = min(heads, model.num_kv_heads & -model.num_kv_heads)
         kv_loop = min(loop, model.num_kv_heads // few)
-        yield geometry(tiles(rows // heads, heads, loop), tiles(rows // few, few, kv_loop & -kv_loop), warps)
+        yield geometry(tiles(rows // heads, heads, loop), tiles(rows // few, few, kv_loop & -kv_loop), warps, pdl)
 
 
 def _heads(model: Model) -> tuple[int, int, int]:
@@ -114,7 +114,7 @@ def run(cases: list[Case], prefill: bool, runner: Runner) -> None:
     report, bandwidth = runner.report, timing.copy_bandwidth()
     report.summary["copy_bytes_per_second"] = bandwidth
     shape = (
-        "(tokens x heads x loop) of q / of k and v / warps" if prefill else "tokens/heads of q/tokens/heads of k and v/warps/pdl"
+        "(tokens x heads x loop) of q/of k and v/warps/pdl" if prefill else "tokens/heads of q/tokens/heads of k and v/warps/pdl"
     )
     report.say(f"us a call, medians, and time / chosen; the {SHOWN} best and the chosen; {shape}")
     widths = [16, 7, 24, 9, 6]

@@ -26,7 +26,7 @@ MAX_AXES = 8  # the kernels read one row of the table for each
 LAYOUTS = ("NHD", "HND")
 
 
-def check_prefill(call, *, block_table, slot_mapping, enable_pdl) -> None:
+def check_prefill(call, *, block_table, slot_mapping) -> None:
     """All rules of `rope_append_prefill`, on a `PrefillCall`.
 
     Raises:
@@ -34,7 +34,7 @@ def check_prefill(call, *, block_table, slot_mapping, enable_pdl) -> None:
         ValueError: shapes, strides, devices or combinations that cannot be launched.
     """
     q, k, v = call.q, call.k, call.v
-    _flags(call.tokens_per_request, call.is_neox, call.kv_layout, enable_pdl)
+    _flags(call.tokens_per_request, call.is_neox, call.kv_layout, call.enable_pdl)
     live = k is not None and call.k_cache is None and call.v_cache is None
     if live and v is not None:
         raise ValueError("v: expected None, because k_cache and v_cache are None and nothing is done with v; leave it out")

@@ -2,7 +2,7 @@
 
 from . import reference
 from .checks_prefill import check_prefill
-from .dispatch import PlanBook
+from .dispatch import PlanBook, require_pdl
 from .faults import fault_buffer
 from .geometry_prefill import check_geometry
 from .plan_prefill import PrefillCall, prefill_plan
@@ -27,10 +27,12 @@ def append(
     if plan is None or not plan.repeat(given):
         call = PrefillCall(
             q, k, v, k_cache, v_cache, cos_sin, positions, index, paged, cache_positions, axis_map, cu_seqlens_q,
-            q_out, k_out, tokens_per_request, is_neox, kv_layout, geometry,
+            q_out, k_out, tokens_per_request, is_neox, kv_layout, enable_pdl, geometry,
         )  # fmt: skip
         if plan is None or not plan.submit(call):
-            check_prefill(call, block_table=block_table, slot_mapping=slot_mapping, enable_pdl=enable_pdl)
+            check_prefill(call, block_table=block_table, slot_mapping=slot_mapping)
+            if enable_pdl and q.device.type == "cuda":
+                require_pdl(q.device)
             if geometry is not None:
                 check_geometry(geometry)
             _PLANS.run_checked(call, flags, given)

@@ -21,7 +21,7 @@ def _run(*values) -> None:
     """What an operator does to real tensors: an eager call."""
     *arguments, geometry = values
     if geometry is not None:
-        geometry = PrefillGeometry(Tiles(*geometry[:3]), Tiles(*geometry[3:6]), geometry[6])
+        geometry = PrefillGeometry(Tiles(*geometry[:3]), Tiles(*geometry[3:6]), geometry[6], bool(geometry[7]))
     dispatch_prefill.append(*arguments, geometry)
 
 
@@ -44,8 +44,8 @@ def append(*values) -> None:
     _no_grad({name: given[name] for name in tensors if given[name] is not None})
     if given["geometry"] is not None:
         check_geometry(given["geometry"])
-        q, kv, num_warps = given["geometry"]
-        given["geometry"] = [*q, *kv, num_warps]
+        q, kv, num_warps, pdl = given["geometry"]
+        given["geometry"] = [*q, *kv, num_warps, int(pdl)]
     in_place = given["q_out"] is None or given["q_out"] is given["q"], given["k"] is not None and given["k_out"] is given["k"]
     operator, names = _OPERATORS[in_place]
     operator(*[given[name] for name in names])

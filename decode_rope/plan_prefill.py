@@ -11,7 +11,7 @@ from .geometry_prefill import PrefillGeometry, prefill_geometry
 from .kernels.prefill import prefill_kernel
 from .layout import cache_view, index_shape, lowest_bit, span, steps
 from .plan import current_device, launch_hooks, raw_stream
-from .variants import INTERPRETED, Variant, variant
+from .variants import INTERPRETED, Variant, pdl_supported, variant
 
 _UNBOUNDED = 2**63 - 1
 _MAX_KNOWN = 1024
@@ -43,6 +43,7 @@ class Static(NamedTuple):
     BTK: int
     BHK: int
     LOOPK: int
+    PDL: bool
     SOFT: bool
 
 
@@ -66,6 +67,7 @@ class PrefillCall(NamedTuple):
     tokens_per_request: int = 1
     is_neox: bool = True
     kv_layout: str = "NHD"
+    enable_pdl: bool | None = None
     geometry: PrefillGeometry | None = None
 
     def appends(self) -> bool:
@@ -248,6 +250,7 @@ def prefill_plan(call: PrefillCall, device: torch.device, *, aligned: bool = Tru
         BTK=geometry.kv.tokens,
         BHK=geometry.kv.heads,
         LOOPK=geometry.kv.loop,
+        PDL=pdl_supported(device) and (geometry.pdl if call.enable_pdl is None else call.enable_pdl),
         SOFT=INTERPRETED,
     )
     integers = (

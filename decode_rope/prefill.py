@@ -58,7 +58,7 @@ def rope_append_prefill(
             first entry and from its last one on are padding rows. If it does not ascend, some tokens are not
             appended, and nothing worse happens.
         tokens_per_request: consecutive tokens that share a row of block_table, if `cu_seqlens_q` is not given.
-        enable_pdl: accepted as in decode, without effect: a launch this long has nothing to gain from it.
+        enable_pdl: as in `rope_append_decode`.
         geometry: a `PrefillGeometry` in place of the measured choice; changes time, never results.
     Returns:
         q, or `q_out` if given.

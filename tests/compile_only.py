@@ -41,3 +41,8 @@ def accesses(kernel, kind: str) -> list[int]:
     """Bits of every global `ld` or `st` in the PTX."""
     found = re.findall(rf"{kind}\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfu](\d+)", kernel.asm["ptx"])
     return [int(bits) * int(count or 1) for count, bits in found]
+
+
+def pdl_events(ptx: str) -> list[str]:
+    """PDL instructions and accesses to global memory, in order."""
+    return re.findall(r"(?<=griddepcontrol\.)\w+|(?:ld|st|atom|red)(?=\.global)", ptx)

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from compile_only import GFX942, SM80, SM90, SM100, accesses, compile_kernel, resources
+from compile_only import GFX942, SM80, SM90, SM100, accesses, compile_kernel, pdl_events, resources
 from conftest import INTERPRETED
 
 from decode_rope.kernels.decode import INTEGERS, POINTERS, decode_kernel
@@ -140,11 +140,6 @@ def test_F7_pdl_triggers_first_and_waits_before_anything_is_read(name, arch):
     assert events[:2] == ["launch_dependents", "wait"]
     assert not {"launch_dependents", "wait"} & set(events[2:])
     assert events.count("ld") > 2 or name in ("NoPE", "Q only")
-
-
-def pdl_events(ptx: str) -> list[str]:
-    """PDL instructions and accesses to global memory, in order."""
-    return re.findall(r"(?<=griddepcontrol\.)\w+|(?:ld|st|atom|red)(?=\.global)", ptx)
 
 
 @pytest.mark.parametrize("arch", [90, 100])

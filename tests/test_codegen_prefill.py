@@ -4,7 +4,7 @@ import re
 from functools import cache
 
 import pytest
-from compile_only import GFX942, SM80, SM90, SM100, accesses, compile_kernel, resources
+from compile_only import GFX942, SM80, SM90, SM100, accesses, compile_kernel, pdl_events, resources
 from conftest import INTERPRETED
 
 from decode_rope import plan_prefill, rotate
@@ -55,10 +55,10 @@ def options(num_warps: int) -> dict:
 @cache
 def compiled(dtype="bf16", target=SM90, **changes):
     """The prefill kernel as the package compiles it, with the tiles that it chooses."""
-    shape = dict(HQ=32, HKV=8, D=128, R=128, NEOX=True, AXES=0, CACHE=True, PAGED=True, PAGE=16, RAGGED=True, SOFT=False)
+    shape = dict(HQ=32, HKV=8, D=128, R=128, NEOX=True, AXES=0, CACHE=True, PAGED=True, PAGE=16, RAGGED=True, PDL=False, SOFT=False)
     shape |= dict(OWN_CACHE_POSITIONS=False, Q_OUT=False, K_OUT=False, ALIGN=16, ALIGN_TABLE=16) | changes
     sizes = (shape["HQ"], shape["HKV"], shape["D"], shape["R"], SIZES[dtype])
-    q, kv, num_warps = prefill_geometry(*sizes, aligned=shape["ALIGN"] == 16)
+    q, kv, num_warps, _ = prefill_geometry(*sizes, aligned=shape["ALIGN"] == 16)
     shape |= dict(DV=shape["D"], BTQ=q.tokens, BHQ=q.heads, LOOPQ=q.loop, BTK=kv.tokens, BHK=kv.heads, LOOPK=kv.loop)
     static = {name: shape[name] for name in plan_prefill.Static._fields}
     return compile_kernel(prefill_kernels.prefill_kernel, types_of(prefill_kernels, dtype), static, target, options(num_warps))
@@ -102,6 +102,15 @@ def test_unaligned_memory_is_read_element_by_element_and_spills_nothing(make, ch
     kernel = make(**changes, ALIGN=2, ALIGN_TABLE=4)
     assert set(accesses(kernel, "st")) == {16} and 16 in accesses(kernel, "ld")
     assert resources(kernel, 90)["spilled"] == 0
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("name", ["Llama", "slots, outputs", "live", "NoPE"])
+def test_F7_pdl_triggers_first_and_waits_before_anything_is_read(name, arch):
+    events = pdl_events(compiled(target=("cuda", arch, 32), **SHAPES[name] | {"PDL": True}).asm["ptx"])
+    assert events[:2] == ["launch_dependents", "wait"]
+    assert not {"launch_dependents", "wait"} & set(events[2:]) and events.count("ld") > 2
+    assert not {"launch_dependents", "wait"} & set(pdl_events(compiled(**SHAPES[name]).asm["ptx"]))
 
 
 @pytest.mark.parametrize("make", [compiled, plain])

@@ -9,6 +9,7 @@ moves, and writes no others.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .plain import load_angles, load_heads, past_table, rotate_heads, store_heads
 from .rotation import POSITION, locate, report_faults, row_pointers, store_pairs, store_span, tile_rows
@@ -333,8 +334,13 @@ def prefill_kernel(
     BTK: tl.constexpr,
     BHK: tl.constexpr,
     LOOPK: tl.constexpr,
+    PDL: tl.constexpr,
     SOFT: tl.constexpr,  # integer rounding to bf16, for the interpreter
 ):
+    # As in the decode kernel: a dependent kernel waits for our completion before it reads.
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     NQ: tl.constexpr = (HQ + BHQ * LOOPQ - 1) // (BHQ * LOOPQ)
     NK: tl.constexpr = (HKV + BHK * LOOPK - 1) // (BHK * LOOPK)
     STRETCH: tl.constexpr = max(BTQ, BTK)
