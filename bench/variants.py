@@ -24,13 +24,14 @@ TOKENS = (16384, 131072)
 
 
 class Variant(NamedTuple):
-    """One prefill: q and k of `head_dim`, of which `rotary_dim` turn."""
+    """One prefill: q and k of `head_dim`, of which `rotary_dim` turn; placed by slots or, ragged, by sequences and a block table."""
 
     name: str
     head_dim: int = 128
     rotary_dim: int = 128
     is_neox: bool = True
     dtype: torch.dtype = torch.bfloat16
+    ragged: bool = False
 
 
 PREFILL = (
@@ -39,6 +40,7 @@ PREFILL = (
     Variant("partial 64 of 128", rotary_dim=64),
     Variant("heads of 96", head_dim=96, rotary_dim=96),
     Variant("fp16", dtype=torch.float16),
+    Variant("cu_seqlens", ragged=True),
 )
 LAYOUTS = ("[B, S, H, D]", "[B, H, S, D]")
 
@@ -63,7 +65,10 @@ def prefill_ways(model: Model, tokens: int, sets: int, device: torch.device) -> 
 
         def call(function, layer: Layer, meta=meta, table=table, variant=variant) -> Callable[[], object]:
             arguments = (*vars(layer).values(), table, meta.positions)
-            return lambda: function(*arguments, slot_mapping=meta.slots, is_neox=variant.is_neox)
+            place = {"slot_mapping": meta.slots}
+            if variant.ragged:
+                place = {"block_table": meta.block_table, "cu_seqlens_q": meta.starts}
+            return lambda: function(*arguments, **place, is_neox=variant.is_neox)
 
         def right(layers=layers, call=call) -> bool:
             want, got = layers[0].clone(), layers[0].clone()

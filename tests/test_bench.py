@@ -156,8 +156,11 @@ def test_interleaving_pairs_every_round_in_a_random_order_and_keeps_to_the_budge
 def test_the_forms_of_a_page_table_agree(meta):
     assert len(set(meta.slots.tolist())) == 40
     assert int(meta.slots.max()) < num_pages(meta) * 16
+    lengths = meta.starts.diff()
+    assert meta.starts[0] == 0 and meta.starts[-1] == 40
+    assert torch.equal(torch.repeat_interleave(torch.arange(len(lengths)), lengths), meta.requests.long())
     indptr, indices, last = meta.csr
-    assert {x.dtype for x in (indptr, indices, last, meta.positions32, meta.requests)} == {torch.int32}
+    assert {x.dtype for x in (indptr, indices, last, meta.positions32, meta.requests, meta.starts)} == {torch.int32}
     for request in range(meta.block_table.shape[0]):
         pages = indices[indptr[request] : indptr[request + 1]]
         length = int(meta.positions[meta.requests == request].max()) + 1

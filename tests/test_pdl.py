@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import Spec, bits, build, call_arguments, check, prepare, prepared, run_reference
+from cases import Case, Spec, bits, build, call_arguments, check, prepare, prepared, run_reference
 from conftest import ON_GPU
 from random_cases import GPU_SIZES, random_spec
 from test_launch import digest, in_a_new_process
@@ -42,20 +42,28 @@ def copy_slowly(source: torch.Tensor, target: torch.Tensor, nanoseconds: int) ->
     slow_copy[(triton.cdiv(count, 1024),)](*words, count, nanoseconds, 1024, num_warps=4, launch_pdl=True)
 
 
-def chain(device, enable_pdl, nanoseconds: int, **options):
-    """(one run of STEPS decode steps between slow producers and a slow consumer, its buffers to spoil, a check of all results)."""
+def decode(device, **options):
+    op = prepare(build(SPEC, device), enable_pdl=True, **options).warmup(TOKENS)
+    return lambda case: op(**call_arguments(case))
+
+
+def prefill(case: Case) -> None:
+    decode_rope.rope_append_prefill(**case.arguments(), enable_pdl=True)
+
+
+def chain(device, launch, nanoseconds: int):
+    """(one run of STEPS launches between slow producers and a slow consumer, its buffers to spoil, a check of all results)."""
     source = build(SPEC, device)
     want = run_reference(source.clone())
     cases = [source.clone() for _ in range(STEPS)]
     seen = [torch.empty_like(source["q"]) for _ in cases]
-    op = prepare(source, enable_pdl=enable_pdl, **options).warmup(TOKENS)
     inputs = ("q", "k", "v")
 
     def work():
         for case, copy in zip(cases, seen, strict=True):
             for name in inputs:
                 copy_slowly(source[name], case[name], nanoseconds)
-            op(**call_arguments(case))
+            launch(case)
             copy_slowly(case["q"], copy, 1000)
 
     def spoil():
@@ -77,13 +85,20 @@ def chain(device, enable_pdl, nanoseconds: int, **options):
 @pytest.mark.parametrize("metadata_ready", [False, True])
 def test_F7_ten_thousand_steps_behind_a_kernel_that_writes_late(metadata_ready, device):
     """Each step reads q, k and v that the kernels just before it write after letting it start; a kernel just after it reads q."""
-    work, spoil, assert_right = chain(device, True, 2000, metadata_ready=metadata_ready)
+    replay_and_check(*chain(device, decode(device, metadata_ready=metadata_ready), 2000), 10_000)
+
+
+def test_F7_prefill_behind_a_kernel_that_writes_late(device):
+    replay_and_check(*chain(device, prefill, 2000), 2_000)
+
+
+def replay_and_check(work, spoil, assert_right, steps: int) -> None:
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    for turn in range(10_000 // STEPS):
+    for turn in range(steps // STEPS):
         spoil()
         graph.replay()
         assert_right(turn)
@@ -118,7 +133,7 @@ def hasty_copy(source, target, BLOCK: tl.constexpr):
 
 
 def test_F7_without_a_graph(device):
-    work, spoil, assert_right = chain(device, True, 2000)
+    work, spoil, assert_right = chain(device, decode(device), 2000)
     for turn in range(50):
         spoil()
         work()
@@ -131,19 +146,21 @@ def test_pdl_changes_no_bit(seed, device):
     for enable_pdl in (True, False, None):
         case.options["enable_pdl"] = enable_pdl
         check(case)
+        check(case, decode_rope.rope_append_prefill)
     for metadata_ready in (True, False):
         check(case, prepared(case, enable_pdl=True, metadata_ready=metadata_ready))
 
 
-def test_pdl_is_on_where_it_is_asked_for(device):
+@pytest.mark.parametrize("function", [decode_rope.rope_append_decode, decode_rope.rope_append_prefill])
+def test_pdl_is_on_where_it_is_asked_for(function, device):
     spec = SPEC.but(head_dim=44, rotary_dim=44)
     before = set(variants._VARIANTS.values())
     for enable_pdl in (True, False):
-        decode_rope.rope_append_decode(**build(spec, device).arguments(), enable_pdl=enable_pdl)
+        function(**build(spec, device).arguments(), enable_pdl=enable_pdl)
     new = set(variants._VARIANTS.values()) - before
     assert sorted(v.static.PDL for v in new) == [False, True]
     assert all(v.options.get("launch_pdl", False) == v.static.PDL for v in new)
-    assert not any(v.static.PREFETCH for v in new)
+    assert not any(getattr(v.static, "PREFETCH", False) for v in new)
 
 
 def test_the_kill_switch(device):
