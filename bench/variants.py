@@ -24,7 +24,7 @@ TOKENS = (16384, 131072)
 
 
 class Variant(NamedTuple):
-    """One prefill: q and k of `head_dim`, of which `rotary_dim` turn; placed by slots or, ragged, by sequences and a block table."""
+    """One prefill: q and k of `head_dim`, of which `rotary_dim` turn; placed by slots, or by sequences and a block table."""
 
     name: str
     head_dim: int = 128
