@@ -236,18 +236,29 @@ def _apply_positions(positions, axis_map, x: Tensor, batch: int, seq_len: int) -
     _last_dim_contiguous("positions", positions)
 
 
-def _apply_out(out, x: Tensor) -> None:
+def check_out(out, x: Tensor) -> None:
+    """Is `out` a place for the result, wherever it lies? What a compiler can answer of tensors of dynamic sizes."""
     _tensor("out", out)
     if out.dtype != x.dtype:
         raise TypeError(f"out: expected the dtype of x, {x.dtype}, got {out.dtype}")
     if out.shape != x.shape:
         raise ValueError(f"out: expected shape {tuple(x.shape)} as x, got {tuple(out.shape)}")
     _last_dim_contiguous("out", out)
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        _refuse_self_overlap(out)
+
+
+def _refuse_self_overlap(out: Tensor) -> None:
+    raise ValueError(
+        f"out: expected every element at its own address, got strides {out.stride()} for shape {tuple(out.shape)}; "
+        f"it is written to, so it may not be an expanded view"
+    )
+
+
+def _apply_out(out, x: Tensor) -> None:
+    check_out(out, x)
     if overlaps_itself(out):
-        raise ValueError(
-            f"out: expected every element at its own address, got strides {out.stride()} for shape {tuple(out.shape)}; "
-            f"it is written to, so it may not be an expanded view"
-        )
+        _refuse_self_overlap(out)
     in_place = out.data_ptr() == x.data_ptr() and out.stride() == x.stride()
     if not in_place and share_memory(out, x):
         raise ValueError("out: expected memory of its own, or x itself, got memory shared with x")

@@ -6,9 +6,11 @@ whose schema says what it writes, and which does what an eager call does: checks
 
 from collections.abc import Callable, Iterable
 from operator import itemgetter
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .faults import fault_buffer
@@ -27,6 +29,8 @@ _MISPLACED = (
 
 _FORGETFUL = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
+# What graphs being compiled write: by the shapes of their trace, (argument, the input that is written).
+_WRITTEN: WeakKeyDictionary = WeakKeyDictionary()
 LIBRARY = torch.library.Library("decode_rope", "FRAGMENT")  # what is registered lives as long as this object
 
 
@@ -52,14 +56,35 @@ def _trace(written: dict[str, Tensor]) -> None:
             raise NotImplementedError(_SHARED.format(name))
         if x is not home and _is_misplaced(x, home):
             raise NotImplementedError(_MISPLACED.format(name))
+        _look_again(name, x, home)
+
+
+def _look_again(name: str, x: Tensor, home: Tensor | None) -> None:
+    """Dynamo learns of inputs as code uses them, so one that shares the storage may come after this call. AOTAutograd, which traces
+    the graph when Dynamo has seen all of it, and knows no homes, is when the homes are looked at again."""
+    shapes = getattr(getattr(x, "fake_mode", None), "shape_env", None)
+    if shapes is None:
+        return
+    if home is not None:
+        _WRITTEN.setdefault(shapes, []).append((name, home))
+        return
+    for other_name, other in _WRITTEN.get(shapes, ()):
+        if any(y is not other and _meet(y, other) for y in _inputs(other, shapes)):
+            # The one exception that Dynamo takes from AOTAutograd as a reason to break the graph.
+            raise UnsupportedOperatorException(_SHARED.format(other_name))
+
+
+def _inputs(x: Tensor, shapes) -> list[Tensor]:
+    """The inputs, so far, of the graph that Dynamo traces that share a storage with `x`."""
+    # What an input is a view of is tracked as well, and is no input.
+    tracked = [entry.fake for entry in shapes.tracked_fakes or () if getattr(entry.source, "member", None) != "_base"]
+    return [y for y in tracked if isinstance(y, Tensor) and _storage(y) == _storage(x)]
 
 
 def _home(name: str, x: Tensor) -> Tensor | None:
     """The input that `x` is, or is a slice of, among those so far of the graph that Dynamo traces."""
-    tracked = getattr(getattr(getattr(x, "fake_mode", None), "shape_env", None), "tracked_fakes", None) or ()
-    # What an input is a view of is tracked as well, and is no input.
-    inputs = [entry.fake for entry in tracked if getattr(entry.source, "member", None) != "_base"]
-    inputs = [y for y in inputs if isinstance(y, Tensor) and _storage(y) == _storage(x)]
+    shapes = getattr(getattr(x, "fake_mode", None), "shape_env", None)
+    inputs = [] if shapes is None else _inputs(x, shapes)
     if len(inputs) < 2:
         return inputs[0] if inputs else None
     home = next((y for y in inputs if _meet(x, y)), None)

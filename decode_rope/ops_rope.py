@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from . import rotate as eager
+from .checks_prefill import check_out
 from .operators import LIBRARY, define, define_as, make_fault_record
 
 _VERSION = 1  # as in `ops.py`
@@ -50,6 +51,8 @@ def rotate(x, out, cos_sin, positions, is_neox, axis_map, inverse, layout) -> Te
     flags = (cos_sin, positions, axis_map, is_neox, inverse, layout)
     if out is None:
         return _ROTATE(x, *flags, True)
+    if out is not x:
+        check_out(out, x)  # now, for a copy takes more than the operator does
     if torch.is_grad_enabled() and x.requires_grad:
         return out.copy_(_ROTATE(x, *flags, True))
     if out is x:

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import ops_rope
@@ -49,6 +50,7 @@ def apply_rope(
     Raises:
         TypeError, ValueError: an argument is at fault; it is named, and nothing has been written.
         RuntimeError: the first use of a configuration is inside a CUDA graph capture.
+        NotImplementedError: a derivative in forward mode is wanted.
     Traffic:
         `2·itemsize·H·D + 4·R` bytes a token; in place `2·itemsize·H·R + 4·R`.
     Example:
@@ -68,6 +70,8 @@ def apply_rope(
         cos_sin = getattr(cos_sin, "cos_sin_cache", cos_sin)
     if torch.is_grad_enabled():
         check_no_grad(x, cos_sin, out)
+    if forward_ad._current_level >= 0:
+        _no_forward_mode(x)
     if is_compiling():
         return ops_rope.rotate(x, out, cos_sin, positions, is_neox, axis_map, inverse, layout)
     if torch.is_grad_enabled() and getattr(x, "requires_grad", False):
@@ -76,15 +80,28 @@ def apply_rope(
     return rotate(x, out, cos_sin, positions, is_neox, axis_map, inverse, layout, report=True)
 
 
+def _no_forward_mode(x) -> None:
+    if isinstance(x, Tensor) and (is_compiling() or forward_ad.unpack_dual(x).tangent is not None):
+        raise NotImplementedError(
+            "apply_rope: no derivative in forward mode (jvp, dual tensors), which would be lost without a word; the rotation is "
+            "linear, so rotate the tangent in a call of its own"
+        )
+
+
 class _Rope(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, out, in_place, cos_sin, positions, is_neox, axis_map, inverse, layout, report):
-        result = rotate(x, x if in_place else out, cos_sin, positions, is_neox, axis_map, inverse, layout, report=report)
+    def forward(x, out, in_place, cos_sin, positions, is_neox, axis_map, inverse, layout, report):
+        return rotate(x, x if in_place else out, cos_sin, positions, is_neox, axis_map, inverse, layout, report=report)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, out, in_place, cos_sin, positions, is_neox, axis_map, inverse, layout, _ = inputs
         if in_place or out is not None:
-            ctx.mark_dirty(result)
+            ctx.mark_dirty(output)
         ctx.save_for_backward(cos_sin, positions, axis_map)
         ctx.flags = (is_neox, inverse, layout)
-        return result
 
     @staticmethod
     def backward(ctx, grad):

@@ -71,6 +71,7 @@ DEFAULT_TESTS = {
     ("ops.py", PLAIN): ("tests/test_ops.py",),
     ("operators.py", PLAIN): ("tests/test_ops.py", "tests/test_compile.py"),
     ("ops_prefill.py", PLAIN): ("tests/test_ops_prefill.py",),
+    ("rope.py", PLAIN): ("tests/test_ops_rope.py",),
     ("ops_rope.py", PLAIN): ("tests/test_ops_rope.py",),
     ("faults.py", INTERPRET): (ROWS,),
     ("faults.py", PLAIN): ("tests/test_threads.py",),

@@ -18,6 +18,7 @@ FAULTS = {
               "an out that overlaps x passes once there is a plan", tests=(APPLY, "-k", "overlaps")),
     ],
     "rope.py": [
+        Fault("if forward_ad._current_level >= 0:", "if False:", "tangents are forgotten", lane=PLAIN),
         Fault("axis_map, not inverse, layout, False)", "axis_map, inverse, layout, False)",
               "the gradient turns the wrong way", tests=(APPLY, "-k", "gradient")),
     ],
@@ -130,6 +131,8 @@ FAULTS = {
     "operators.py": [
         Fault("if x is not home and _is_misplaced(x, home):", "if False:", "slices that Inductor misplaces are compiled",
               lane=PLAIN),
+        Fault("        _look_again(name, x, home)\n", "", "inputs that are used later are not looked at", lane=PLAIN,
+              tests=("tests/test_compile.py", "-k", "used_later"), fast=True),
         Fault("places |= {name: places[other]", "places |= {name: len(names)", "k is not rotated in place in a compiled graph",
               lane=PLAIN),
     ],
@@ -145,6 +148,7 @@ FAULTS = {
               "the gradient of a compiled graph turns the wrong way", lane=PLAIN, fast=True),
         Fault("if torch.is_grad_enabled() and x.requires_grad:", "if False:", "a compiled graph has no gradient through out",
               lane=PLAIN),
+        Fault("check_out(out, x)", "pass", "a compiled graph takes any out", lane=PLAIN),
         Fault("grad = grad.contiguous()", "pass", "a gradient of other strides is refused", lane=PLAIN),
         Fault("layout, False), *[None] * 7", "layout, True), *[None] * 7", "faults are counted again on the way back", lane=PLAIN),
     ],

@@ -329,6 +329,32 @@ def test_what_a_compiler_would_get_wrong_is_no_full_graph(name, device):
     assert_same(kv, start)
 
 
+@inductor
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("function", [decode_rope.rope_append_decode, decode_rope.rope_append_prefill])
+def test_an_input_of_the_same_storage_that_is_used_later(function, backend, device):
+    """The compiler learns of it after the call, when it has taken the cache for the only input there."""
+    step = Step.of(device)
+    both = [made((3, PAGES, PAGE, HKV, D), device) for _ in range(2)]
+    q, k, v = (made((3, heads, D), device) for heads in (HQ, HKV, HKV))
+
+    def layer(q, k, v, k_cache, v_cache, all_keys):
+        turned = function(q.clone(), k, v, k_cache, v_cache, step.table, step.positions, block_table=step.block_table)
+        return turned, all_keys[0, 1].float().sum()
+
+    compiled = torch.compile(layer, backend=backend)
+    for i in (0, 2, 1):
+        copies = [x.clone() for x in both]
+        want = layer(q, k, v, *(x[i] for x in copies), copies[0])
+        got = compiled(q, k, v, *(x[i] for x in both), both[0])
+        for x, y in zip([*got, *both], [*want, *copies], strict=True):
+            assert_same(x, y)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="k_cache: inputs of the graph share its storage"):
+        torch.compile(layer, backend=backend, fullgraph=True)(q, k, v, *(x[0] for x in both), both[0])
+
+
 # All layers in one tensor, and what one of them holds, from which it makes its two caches.
 SHARED = {
     "two caches": ((2, 3, PAGES, PAGE, HKV, D), lambda kv, i: (kv[0, i], kv[1, i]), lambda k, v: (k, v)),

@@ -6,7 +6,7 @@ from test_compile import inductor
 from test_ops import Recorder, fresh_dynamo  # noqa: F401
 
 import decode_rope
-from decode_rope import apply_rope, get_op
+from decode_rope import apply_rope, get_op, reference
 from decode_rope.faults import fault_buffer
 
 LAYOUTS = ("NHD", "HND")
@@ -157,6 +157,59 @@ def test_errors_are_those_of_eager_calls(device):
         torch.compile(apply_rope, backend="aot_eager")(x, table, positions.float())
     with pytest.raises(ValueError, match=r"^cos_sin_cache: expected a tensor that needs no gradient"):
         torch.compile(apply_rope, backend="aot_eager")(x, table.clone().requires_grad_(), positions)
+
+
+BAD_OUTS = {
+    "dtype": lambda x: torch.zeros_like(x, dtype=torch.bfloat16),
+    "broadcast": lambda x: torch.zeros(1, *x.shape, device=x.device),
+    "strides": lambda x: torch.zeros(*x.shape[:2], 16, 3, device=x.device).mT,
+    "expanded": lambda x: torch.zeros_like(x[:1]).expand_as(x),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OUTS)
+@pytest.mark.parametrize("wants_gradient", [False, True])
+def test_an_out_that_an_eager_call_refuses(wants_gradient, name, device):
+    x, table, positions = made("NHD", device)
+    out = BAD_OUTS[name](x)
+
+    def call(x, out):
+        return apply_rope(x * 2, table, positions, out=out)
+
+    leaf = x.clone().requires_grad_(wants_gradient)
+    errors = []
+    for function in (call, torch.compile(call, backend="aot_eager")):
+        with pytest.raises((TypeError, ValueError), match=r"^out: expected") as error:
+            function(leaf, out)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1] and not out.any()
+
+
+def test_forward_mode_is_refused_and_not_forgotten(device):
+    from torch.autograd import forward_ad
+
+    x, table, positions = made("NHD", device)
+
+    def tangent(x):
+        return torch.func.jvp(lambda x: apply_rope(x, table, positions), (x,), (torch.ones_like(x),))[1]
+
+    def dual(x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(apply_rope(forward_ad.make_dual(x, torch.ones_like(x)), table, positions)).tangent
+
+    for function in (tangent, dual):
+        for way in (function, torch.compile(function, backend="aot_eager")):
+            with pytest.raises(NotImplementedError, match=r"^apply_rope: no derivative in forward mode"):
+                way(x)
+    with forward_ad.dual_level():
+        assert torch.equal(apply_rope(x, table, positions), reference.apply_rope(x, table, positions))
+
+
+def test_gradients_by_functional_transforms(device):
+    x, table, positions = made("NHD", device)
+    weight = torch.randn_like(x)
+    gradient = torch.func.grad(lambda x: (apply_rope(x, table, positions) * weight).sum())(x)
+    assert torch.equal(gradient, apply_rope(weight, table, positions, inverse=True))
 
 
 def test_export(device):
