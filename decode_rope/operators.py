@@ -6,7 +6,7 @@ whose schema says what it writes, and which does what an eager call does: checks
 
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ _MISPLACED = (
 
 _FORGETFUL = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
-# What graphs being compiled write: by the shapes of their trace, (argument, the input that is written).
+# What graphs being compiled write: by the shapes of their trace, (argument, the input that is written, which knows its shapes).
 _WRITTEN: WeakKeyDictionary = WeakKeyDictionary()
 LIBRARY = torch.library.Library("decode_rope", "FRAGMENT")  # what is registered lives as long as this object
 
@@ -66,10 +66,11 @@ def _look_again(name: str, x: Tensor, home: Tensor | None) -> None:
     if shapes is None:
         return
     if home is not None:
-        _WRITTEN.setdefault(shapes, []).append((name, home))
+        _WRITTEN.setdefault(shapes, []).append((name, ref(home)))
         return
-    for other_name, other in _WRITTEN.get(shapes, ()):
-        if any(y is not other and _meet(y, other) for y in _inputs(other, shapes)):
+    for other_name, reference in _WRITTEN.get(shapes, ()):
+        other = reference()
+        if other is not None and any(y is not other and _meet(y, other) for y in _inputs(other, shapes)):
             # The one exception that Dynamo takes from AOTAutograd as a reason to break the graph.
             raise UnsupportedOperatorException(_SHARED.format(other_name))
 

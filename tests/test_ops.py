@@ -1,5 +1,6 @@
 """The operators behind torch.compile: their schemas say what they write, and they do what eager calls do."""
 
+import gc
 import re
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from random_cases import CPU_SIZES, GPU_SIZES, random_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import decode_rope
-from decode_rope import faults, ops
+from decode_rope import faults, operators, ops
 
 anywhere = pytest.mark.anywhere
 GOOD = Spec([1, 3, 6], [[1, 2], [3, 4], [5, 6]], heads=(3, 2), head_dim=16, v_head_dim=8)
@@ -130,6 +131,17 @@ def test_random_calls_under_dynamo_and_aot_autograd(seed, device):
     """Whatever shares a storage with what: other bytes stay, and if need be the graph is broken."""
     case = build(random_spec(seed, CPU_SIZES), device)
     check(case, torch.compile(decode_rope.rope_append_decode, backend="aot_eager"))
+
+
+def test_traces_are_forgotten_with_their_graphs():
+    """PyTorch keeps the last one."""
+    case = build(GOOD, "cpu")
+    for _ in range(3):
+        torch.compile(decode_rope.rope_append_decode, fullgraph=True, backend="aot_eager")(**case.arguments())
+        assert len(operators._WRITTEN) > 0
+        torch._dynamo.reset()
+        gc.collect()
+    assert len(operators._WRITTEN) <= 1
 
 
 BAD = {
