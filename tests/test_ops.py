@@ -134,14 +134,15 @@ def test_random_calls_under_dynamo_and_aot_autograd(seed, device):
 
 
 def test_traces_are_forgotten_with_their_graphs():
-    """PyTorch keeps the last one."""
-    case = build(GOOD, "cpu")
+    """PyTorch keeps the last one, and all those whose inputs are views: hence plain tensors here."""
+    whole = {name: x.clone() for name, x in build(GOOD, "cpu").arguments().items() if isinstance(x, torch.Tensor)}
+    before = len(operators._WRITTEN)
     for _ in range(3):
-        torch.compile(decode_rope.rope_append_decode, fullgraph=True, backend="aot_eager")(**case.arguments())
-        assert len(operators._WRITTEN) > 0
+        torch.compile(decode_rope.rope_append_decode, fullgraph=True, backend="aot_eager")(**whole)
+        assert len(operators._WRITTEN) > before
         torch._dynamo.reset()
         gc.collect()
-    assert len(operators._WRITTEN) <= 1
+    assert len(operators._WRITTEN) <= before + 1
 
 
 BAD = {
