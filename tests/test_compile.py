@@ -104,7 +104,7 @@ def cache_uses(code: str) -> tuple[int, list[str]]:
         names = next(names for operator, names in ops._OPERATORS.values() if str(operator) in ast.unparse(call.func))
         for cache in ("k_cache", "v_cache"):
             caches |= names_in(call.args[names.index(cache)]) - {"reinterpret_tensor"}
-    bookkeeping = ("assert_size_stride(", "del ", "return ")
+    bookkeeping = ("assert_size_stride", "del ", "return ")
     others = [line for line in lines if line not in calls and not line.startswith(bookkeeping) and not line.endswith("= args")]
     return len(calls), [line for line in others if caches & set(re.findall(r"\w+", line))]
 
