@@ -55,4 +55,9 @@ def _run_reference(call: PrefillCall) -> None:
     )
 
 
-_PLANS = PlanBook(prefill_plan, _run_reference)
+def prefill_plans() -> PlanBook:
+    """An empty book for prefills."""
+    return PlanBook(prefill_plan, _run_reference)
+
+
+_PLANS = prefill_plans()

@@ -1,19 +1,17 @@
 """Two CUDA drivers that fail when told to.
 
-`FakeDriver` is made of the reference: it takes the very arguments that are packed for `cuLaunchKernelEx`, and runs the reference
-on the memory they name. So the path of a direct launch, from the look-up to the last packed byte, runs on a machine without a
-GPU; and it refuses what a GPU would refuse, a misaligned address or a grid that does not fit. `RealDriver` is the machine's own.
+`FakeDriver` takes the very arguments that are packed for `cuLaunchKernelEx`, and runs the reference on the memory they name. So
+the path of a direct launch, from the look-up to the last packed byte, runs on a machine without a GPU; and it refuses what a GPU
+would refuse, a misaligned address or a grid that does not fit. `RealDriver` is the machine's own.
 """
 
 import ctypes
 import itertools
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from fake_kernels import KERNELS, Loaded, execute, is_aligned
 
-from decode_rope import api, dispatch, driver, plan, prepared, reference, rotate, variants
-from decode_rope.kernels.decode import INTEGERS, POINTERS
+from decode_rope import api, dispatch, dispatch_prefill, driver, plan, plan_prefill, prepared, rotate, variants
 
 INVALID_VALUE, MISALIGNED_ADDRESS = 1, 716  # as in cuda.h
 SCRATCH = 2  # trailing parameters of Triton's own, as on a GPU
@@ -36,14 +34,6 @@ class Config(ctypes.Structure):
     ]
 
 
-class Loaded(NamedTuple):
-    """What a function handle stands for."""
-
-    static: plan.Static
-    dtypes: dict[str, torch.dtype]
-    num_warps: int
-
-
 class FakeDriver:
     """Attributes:
     codes: error codes that the next launches return in turn, without doing anything.
@@ -62,16 +52,19 @@ class FakeDriver:
         self._handles = itertools.count(0x1000)  # never the same one to two threads
 
     def install(self, monkeypatch) -> "FakeDriver":
-        """CPU tensors go through plans and this driver, with plans and kernels of their own. It knows the decode kernel only."""
+        """CPU tensors go through plans and this driver, with plans and kernels of their own."""
         monkeypatch.setattr(variants, "_VARIANTS", {})
         monkeypatch.setattr(api, "_PLANS", dispatch.decode_plans())
+        monkeypatch.setattr(dispatch_prefill, "_PLANS", dispatch_prefill.prefill_plans())
+        monkeypatch.setattr(rotate, "_PLANS", {})
         load = self.load
         monkeypatch.setattr(variants.Variant, "_load", lambda self, dtypes: load(self, dtypes))
         for module in (dispatch, prepared, rotate):
             monkeypatch.setattr(module, "runs_reference", lambda device: False)
-        for module in (plan, prepared):
+        for module in (plan, plan_prefill, prepared):
             monkeypatch.setattr(module, "raw_stream", lambda device: self.stream)
             monkeypatch.setattr(module, "current_device", lambda: self.device)
+        for module in (plan, prepared):
             monkeypatch.setattr(module, "cu_launch", self.launch)
         monkeypatch.setattr(driver, "cu_launch_kernel_ex", lambda: self.launch)
         monkeypatch.setattr(driver, "error_string", lambda code: f"stand-in error {code}")
@@ -87,8 +80,9 @@ class FakeDriver:
         if self.refuse_to_load is not None:
             raise self.refuse_to_load
         handle = next(self._handles)
-        named = dict(zip(POINTERS, dtypes, strict=True))
-        self._loaded[handle] = Loaded(variant.static, named, variant.options["num_warps"])
+        kernel = KERNELS[variant.kernel.__name__]
+        named = dict(zip(kernel.pointers, dtypes, strict=True))
+        self._loaded[handle] = Loaded(kernel, variant.static, named, variant.options["num_warps"])
         variant.function, variant.shared, variant.num_scratch, variant.direct = handle, 0, SCRATCH, True
 
     def launch(self, config_ref, function, pointers, extra) -> int:
@@ -98,15 +92,18 @@ class FakeDriver:
         config = ctypes.cast(config_ref, ctypes.POINTER(Config))[0]
         loaded = self._loaded[function.value]
         values = [ctypes.c_int64.from_address(pointer).value for pointer in pointers]
-        names = (*POINTERS, *INTEGERS)
+        names = (*loaded.kernel.pointers, *loaded.kernel.integers)
         if len(values) != len(names) + SCRATCH or any(values[len(names) :]) or extra is not None:
             return INVALID_VALUE
         arguments = dict(zip(names, values, strict=False))
-        code = _refusal(loaded, arguments, config)
-        if code == 0:
-            self.launches.append((config.stream, self.device))
-            run(loaded, arguments)
-        return code
+        programs = loaded.kernel.programs(loaded.static, arguments)
+        if list(config.grid) != [programs, 1, 1] or list(config.block) != [32 * loaded.num_warps, 1, 1]:
+            return INVALID_VALUE
+        if not is_aligned(loaded, arguments):
+            return MISALIGNED_ADDRESS
+        self.launches.append((config.stream, self.device))
+        execute(loaded, arguments)
+        return 0
 
 
 class _OnDevice:
@@ -151,73 +148,3 @@ class RealDriver:
         return self
 
     fail_next = FakeDriver.fail_next
-
-
-def _rows(arguments: dict[str, int], static: plan.Static) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(shape, strides) of each tensor of rows that the kernel steps along, last dimension left out."""
-    a, tokens = arguments, arguments["num_tokens"]
-    pages = (a["num_pages"], static.PAGE, static.HKV)
-    found = {
-        "q": ((tokens, static.HQ), (a["stride_q_t"], a["stride_q_h"])),
-        "k": ((tokens, static.HKV), (a["stride_k_t"], a["stride_k_h"])),
-        "v": ((tokens, static.HKV), (a["stride_v_t"], a["stride_v_h"])),
-        "q_out": ((tokens, static.HQ), (a["stride_qo_t"], a["stride_qo_h"])),
-        "k_out": ((tokens, static.HKV), (a["stride_ko_t"], a["stride_ko_h"])),
-        "k_cache": (pages, (a["stride_kc_p"], a["stride_kc_t"], a["stride_kc_h"])),
-        "v_cache": (pages, (a["stride_vc_p"], a["stride_vc_t"], a["stride_vc_h"])),
-    }
-    absent = [name for name in found if "k" in name or "v" in name] if static.HKV == 0 else []
-    absent += [name for name, given in (("q_out", static.Q_OUT), ("k_out", static.K_OUT)) if not given]
-    return {name: rows for name, rows in found.items() if name not in absent}
-
-
-def _refusal(loaded: Loaded, arguments: dict[str, int], config: Config) -> int:
-    static, tokens = loaded.static, arguments["num_tokens"]
-    programs = -(-tokens // static.BTQ) * -(-static.HQ // static.BHQ)
-    programs += 2 * -(-tokens // static.BTK) * -(-static.HKV // static.BHK)
-    if list(config.grid) != [programs, 1, 1] or list(config.block) != [32 * loaded.num_warps, 1, 1]:
-        return INVALID_VALUE
-    for name, (shape, strides) in _rows(arguments, static).items():
-        steps = [s for n, s in zip(shape, strides, strict=True) if n > 1]
-        size = loaded.dtypes[f"{name}_ptr"].itemsize
-        if any(step % static.ALIGN for step in (arguments[f"{name}_ptr"], *[s * size for s in steps])):
-            return MISALIGNED_ADDRESS
-    if static.R and (arguments["cos_sin_ptr"] % static.ALIGN_TABLE or static.R * 4 % static.ALIGN_TABLE):
-        return MISALIGNED_ADDRESS
-    return 0
-
-
-def run(loaded: Loaded, arguments: dict[str, int]) -> None:
-    """The reference on the memory that a launch names."""
-    static, dtypes, tokens = loaded.static, loaded.dtypes, arguments["num_tokens"]
-
-    def at(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-        return tensor_at(arguments[f"{name}_ptr"], dtypes[f"{name}_ptr"], shape, strides)
-
-    x = {
-        name: at(name, (*shape, static.DV if name in ("v", "v_cache") else static.D), (*strides, 1))
-        for name, (shape, strides) in _rows(arguments, static).items()
-    }
-    table = at("cos_sin", (arguments["max_position"], static.R), (static.R, 1)) if static.R else None
-    length, options = arguments["index_len"], {}
-    if static.HKV and static.PAGED:
-        requests = -(-tokens // static.TOKENS_PER_REQUEST)
-        options["block_table"] = at("index", (requests, length), (arguments["stride_index"], 1))
-    elif static.HKV:
-        options["slot_mapping"] = at("index", (length,), (1,))
-    if static.OWN_CACHE_POSITIONS:
-        options["cache_positions"] = at("cache_positions", (tokens,), (1,))
-    reference.rope_append_decode(
-        x["q"], x.get("k"), x.get("v"), x.get("k_cache"), x.get("v_cache"), table, at("positions", (tokens,), (1,)),
-        **options, tokens_per_request=static.TOKENS_PER_REQUEST, is_neox=static.NEOX,
-        q_out=x.get("q_out"), k_out=x.get("k_out"), faults=at("faults", (2,), (1,)),
-    )  # fmt: skip
-
-
-def tensor_at(address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """The memory at an address, as a tensor; nothing is copied."""
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    elements = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    memory = (ctypes.c_ubyte * (elements * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided(shape, strides)

@@ -45,6 +45,7 @@ PREFILL, PREFILL_ROWS = "tests/test_prefill.py", "tests/test_prefill_rows.py"
 APPLY, AXES = "tests/test_apply_rope.py", "tests/test_multi_axis.py"
 CODEGEN, REFERENCE = "tests/test_codegen.py", "tests/test_reference.py"
 FAILURES, PACKED = "tests/test_failures.py", "tests/test_packed_launches.py"
+PACKED_PREFILL = "tests/test_packed_prefill.py"
 WALLS = f"{ROWS}::test_no_byte_outside_the_tensors_is_touched"
 OLD_CALLS = f"{ERRORS}::test_bad_argument_after_good_calls"
 _TABLES = ("tests/test_tables.py", "tests/test_scaling.py")
@@ -59,7 +60,9 @@ DEFAULT_TESTS = {
     ("plan.py", INTERPRET): (ROWS, LAYOUTS, OLD_CALLS),
     ("plan.py", PLAIN): (PACKED, FAILURES),
     ("plan_prefill.py", INTERPRET): (PREFILL,),
+    ("plan_prefill.py", PLAIN): (PACKED_PREFILL,),
     ("rotate.py", INTERPRET): (APPLY,),
+    ("rotate.py", PLAIN): (PACKED_PREFILL,),
     ("rope.py", INTERPRET): (APPLY,),
     ("dispatch.py", PLAIN): (PACKED, FAILURES),
     ("dispatch.py", INTERPRET): (DECODE,),

@@ -1,9 +1,26 @@
 """Faults of everything around the kernels, by file."""
 
-from mutant import APPLY, DECODE, FAILURES, GPU, LAYOUTS, OLD_CALLS, PACKED, PLAIN, PREFILL, PREPARED, ROWS, Fault
+from mutant import APPLY, DECODE, FAILURES, GPU, LAYOUTS, OLD_CALLS, PACKED, PACKED_PREFILL, PLAIN, PREFILL, PREPARED, ROWS, Fault
 
 FAULTS = {
     "plan_prefill.py": [
+        Fault("own = [addresses[i] for i, _, _ in self._ranges]", "own = [addresses[i] for i, _, _ in self._ranges[1:]]",
+              "a packed prefill is never found again", lane=PLAIN, tests=(PACKED_PREFILL, "-k", "found_again")),
+        Fault("self._ready.get((*[x.data_ptr() for x in given], raw_stream(self.device)))",
+              "next(iter(self._ready.values()))", "a packed prefill is launched for any memory", lane=PLAIN, fast=True),
+        Fault("or launch_hooks or current_device() != self.device", "or current_device() != self.device",
+              "a profiler does not see packed prefills", lane=PLAIN),
+        Fault("rows in self._known, caches in self._known, True", "True, caches in self._known, True",
+              "any q, k and v may interleave once there is a plan", lane=PLAIN),
+        Fault("rows in self._known, caches in self._known, True", "rows in self._known, True, True",
+              "any caches may interleave once there is a plan", lane=PLAIN),
+        Fault("for address in addresses[:7]:", "for address in addresses[:5]:", "unaligned caches are stored as if aligned",
+              lane=PLAIN, fast=True),
+        Fault(" or addresses[7] & self._table_bits)", ")", "an unaligned rotary table is loaded as if aligned", lane=PLAIN),
+        Fault("aligned = aligned and not any(", "aligned = aligned or not any(", "unaligned rows are stored as if aligned",
+              lane=PLAIN),
+        Fault("if not INTERPRETED and current_device() != self.device:", "if False:",
+              "a launch goes to whatever device is current", lane=PLAIN),
         Fault("if not self._apart(addresses):", "if False:", "overlapping memory passes once there is a plan",
               tests=(PREFILL, "-k", "aliasing")),
         Fault("0 if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1",
@@ -14,6 +31,13 @@ FAULTS = {
               "a block table with too few rows is read past its end", lane=PLAIN),
     ],
     "rotate.py": [
+        Fault("if (addresses[0] | addresses[1]) & self._align_bits", "if addresses[0] & self._align_bits",
+              "an unaligned out is stored as if aligned", lane=PLAIN),
+        Fault(" or addresses[2] & self._table_bits", "", "an unaligned table is loaded as if aligned", lane=PLAIN),
+        Fault("facts(x), facts(cos_sin), facts(positions),", "facts(x), facts(cos_sin),",
+              "positions of one call are the positions of another", lane=PLAIN),
+        Fault("aligned = aligned and not any(stride", "aligned = aligned or not any(stride",
+              "unaligned rows are stored as if aligned", lane=PLAIN),
         Fault("delta == 0 or delta >= self._sizes[0] or -delta >= self._sizes[1]", "True",
               "an out that overlaps x passes once there is a plan", tests=(APPLY, "-k", "overlaps")),
     ],

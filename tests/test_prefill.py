@@ -455,8 +455,7 @@ def test_the_driver_gets_every_parameter_in_its_place(monkeypatch):
     monkeypatch.setattr(variants, "_VARIANTS", {})
     monkeypatch.setattr(variants.Variant, "_load", load)
     monkeypatch.setattr(driver, "cu_launch_kernel_ex", lambda: launch)
-    plans = dispatch.PlanBook(plan_prefill.prefill_plan, dispatch_prefill._run_reference)
-    monkeypatch.setattr(dispatch_prefill, "_PLANS", plans)
+    monkeypatch.setattr(dispatch_prefill, "_PLANS", dispatch_prefill.prefill_plans())
     monkeypatch.setattr(dispatch, "runs_reference", lambda device: False)
     for name, value in (("raw_stream", 0x51), ("current_device", None)):
         monkeypatch.setattr(plan_prefill, name, lambda *_, value=value: value)

@@ -1,0 +1,253 @@
+"""As `test_packed_launches.py`, of prefills and of the rotation alone: what a direct launch is given is right, whatever call it
+follows. The driver is a stand-in, see `fake_driver.py`.
+"""
+
+import pytest
+import torch
+import triton
+from cases import Case, Spec, assert_same_storages, bits, build
+from conftest import INTERPRETED
+from fake_driver import FakeDriver
+from random_cases import CPU_SIZES, random_spec
+from test_prefill import BLOCK_TABLE, CU_SEQLENS, POSITIONS, RAGGED, check, ragged, run_reference
+from ways import reset
+
+from decode_rope import dispatch, dispatch_prefill, plan_prefill, reference, rotate, variants
+from decode_rope.prefill import rope_append_prefill
+from decode_rope.rope import apply_rope
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="launches do not go to the driver")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return FakeDriver().install(monkeypatch)
+
+
+def works(case: Case, start: Case, times: int = 3) -> None:
+    """Every one of some calls, the first, the second and the packed ones, leaves what the reference leaves."""
+    want = run_reference(start.clone())
+    for _ in range(times):
+        reset(case, start)
+        assert rope_append_prefill(**case.arguments()) is case.returned
+        assert_same_storages(case, want)
+
+
+@pytest.mark.parametrize("seed", range(5000, 5040))
+def test_repeated_prefills_of_random_calls(seed, fake):
+    start = build(random_spec(seed, CPU_SIZES), "cpu")
+    works(start.clone(), start)
+    assert len(fake.launches) == (3 if len(start.spec.positions) else 0)
+
+
+@pytest.mark.parametrize("cu_seqlens", [CU_SEQLENS, [0, 1, 4, 18, 18], [3, 3, 3, 9, 20], [0, 20, 20, 20, 20]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_ragged_batches(dtype, cu_seqlens, fake):
+    start = ragged("cpu", RAGGED.but(q_out=True, k_out="k"), cu_seqlens, dtype)
+    works(start.clone(), start)
+
+
+def test_several_axes_of_any_stride(fake):
+    axis_map = (torch.arange(32) % 3).to(torch.int8)
+    positions = torch.randint(0, 64, (3, 2 * len(POSITIONS)))[:, ::2].contiguous().repeat(1, 2)[:, : len(POSITIONS)]
+    for rows in (positions.contiguous(), positions, torch.zeros(4, 100, dtype=torch.int64)[1:, 7 : 7 + len(POSITIONS)]):
+        start = build(Spec(POSITIONS, slots=list(range(len(POSITIONS)))), "cpu")
+        given = {"positions": rows, "axis_map": axis_map}
+        case, want = start.clone(), start.clone()
+        reference.rope_append_prefill(**want.arguments() | given)
+        for _ in range(3):
+            reset(case, start)
+            rope_append_prefill(**case.arguments() | given)
+            assert_same_storages(case, want)
+
+
+def test_F3_memory_of_any_alignment_in_any_order(fake):
+    changes = [{}, dict(shift=1), dict(table_shift=1), dict(shift=8), dict(shift=3, table_shift=2), dict(activations="padded")]
+    changes += [dict(cache="NHD padded"), dict(cache="HND beside"), {}]
+    for spec in (RAGGED, RAGGED.but(head_dim=24, v_head_dim=20), RAGGED.but(q_out=True, k_out="own"), RAGGED.but(rotary_dim=6)):
+        cases = [ragged("cpu", spec.but(**change)) for change in changes]
+        for start in (*cases, *cases[::-1]):
+            check(start)
+
+
+@pytest.mark.parametrize("one", ["q", "k", "v", "k_cache", "v_cache", "q_out", "k_out", "cos_sin_cache"])
+def test_F3_one_unaligned_tensor_among_aligned_ones(one, fake):
+    spec = RAGGED.but(q_out=True, k_out="own")
+    aligned, shifted = ragged("cpu", spec), ragged("cpu", spec.but(shift=1, table_shift=1))
+    mixed = aligned.clone()
+    view = shifted.views[one]
+    mixed.views[one] = view._replace(storage="shifted")
+    mixed.storages["shifted"] = shifted.storages[view.storage].clone()
+    mixed[one].copy_(aligned[one])
+    for start in (aligned, mixed, aligned, mixed):
+        check(start)
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(q_out=True, k_out="own"), dict(activations="packed", k_out="k")], ids=str)
+def test_every_tensor_may_move_alone(changes, fake):
+    """A launch packed for some memory is not taken for memory that differs in one tensor."""
+    start = ragged("cpu", RAGGED.but(**changes))
+    case = start.clone()
+    works(case, start)
+    for storage in start.storages:
+        moved = case.clone()
+        moved.storages |= {other: memory for other, memory in case.storages.items() if other != storage}
+        works(moved, start)
+        works(case, start, times=1)
+    moved = case.clone()
+    moved.storages = case.storages
+    moved.options["cu_seqlens_q"] = torch.tensor([0, 1, 4, 18, 18], dtype=torch.int32)
+    works(moved, ragged("cpu", RAGGED.but(**changes), [0, 1, 4, 18, 18]))
+
+
+def test_slices_that_interleave_well_say_nothing_of_others(fake):
+    start = ragged("cpu", RAGGED.but(activations="packed"))
+    case = start.clone()
+    works(case, start)
+    moved = case.clone()
+    view = moved.views["k"]
+    moved.views["k"] = view._replace(offset=view.offset - 16)
+    before = moved.clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="q: expected memory of its own, got memory shared with k"):
+            rope_append_prefill(**moved.arguments())
+        assert_same_storages(moved, before)
+    works(case, start, times=1)
+
+
+def test_caches_that_interleave_well_say_nothing_of_others(fake):
+    """K beside V in one last dimension, then V moved half a head to the left."""
+    start = ragged("cpu", RAGGED.but(cache="NHD beside"))
+    case = start.clone()
+    works(case, start)
+    moved = case.clone()
+    view = moved.views["v_cache"]
+    moved.views["v_cache"] = view._replace(offset=view.offset - 32)
+    before = moved.clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="_cache: expected memory of its own, got memory shared with"):
+            rope_append_prefill(**moved.arguments())
+        assert_same_storages(moved, before)
+    works(case, start, times=1)
+
+
+def test_a_packed_prefill_is_found_again(fake, monkeypatch):
+    start = ragged("cpu")
+    case = start.clone()
+    works(case, start, times=1)
+    monkeypatch.setattr(plan_prefill.PrefillPlan, "submit", None)  # what a launch that is not found would go through
+    works(case, start)
+
+
+def test_F5_a_launch_goes_to_the_stream_that_is_current(fake):
+    start = ragged("cpu")
+    case = start.clone()
+    x, table = torch.randn(2, 3, 64), torch.randn(8, 64)
+    for fake.stream in (7, 7, 9, 7, 9, 0, 0):
+        works(case, start, times=1)
+        apply_rope(x, table)
+    assert [stream or 0 for stream, _ in fake.launches] == [s for s in (7, 7, 9, 7, 9, 0, 0) for _ in range(2)]
+
+
+def test_F4_a_launch_makes_the_device_of_its_tensors_current(fake):
+    start = ragged("cpu")
+    case = start.clone()
+    x, table = torch.randn(2, 3, 64), torch.randn(8, 64)
+    for fake.device in (None, 1, 1, None, 1):
+        current = fake.device
+        works(case, start, times=1)
+        apply_rope(x, table)
+        assert fake.device == current
+    assert {device for _, device in fake.launches} == {None} and len(fake.launches) == 10
+
+
+def test_a_profiler_s_launch_hook_sees_every_launch(fake, monkeypatch):
+    start = ragged("cpu")
+    case = start.clone()
+    works(case, start)
+    seen = []
+    monkeypatch.setattr(variants.Variant, "launch_jit", lambda self, grid, tensors, integers: seen.append(grid))
+    hook = triton.knobs.runtime.launch_enter_hook
+    hook.add(print)
+    try:
+        for _ in range(2):
+            rope_append_prefill(**case.arguments())
+    finally:
+        hook.remove(print)
+    assert len(seen) == 2 and len(fake.launches) == 3
+    works(case, start)
+
+
+def test_full_books_are_begun_anew(fake, monkeypatch):
+    monkeypatch.setattr(plan_prefill, "_MAX_KNOWN", 2)
+    monkeypatch.setattr(dispatch, "_MAX_PLANS", 2)
+    monkeypatch.setattr(rotate, "_MAX_PLANS", 2)
+    cases = [ragged("cpu", RAGGED.but(seed=seed, num_pages=7 + seed % 4)) for seed in range(8)]
+    table = torch.randn(8, 64)
+    for _ in range(2):
+        for start in cases:
+            works(start.clone(), start, times=2)
+        for tokens in range(1, 6):
+            x = torch.randn(tokens, 3, 64)
+            assert torch.equal(apply_rope(x, table), reference.apply_rope(x, table))
+    plans = dispatch_prefill._PLANS._plans.values()
+    assert len(plans) <= 2 and all(len(p._ready) <= 2 and len(p._known) <= 4 for p in plans)
+    assert len(rotate._PLANS) <= 2
+
+
+def test_flags_of_one_call_say_nothing_about_the_next(fake):
+    """The same tensors, another pairing, another layout or another way through the block table."""
+    start = build(Spec([1, 3, -1, 6], [[1, 2], [3, 4], [5, 6], [0, 7]], heads=(4, 4), head_dim=8), "cpu")
+    variations = [start.clone() for _ in range(4)]
+    variations[1].options["is_neox"] = False
+    variations[2].options["tokens_per_request"] = 2
+    variations[3].options["kv_layout"] = "HND"  # 4 heads, pages of 4: both readings fit
+    for one in (*variations, *variations[::-1]):
+        check(one)
+        check(one)
+
+
+def test_the_rows_of_the_table_are_those_of_this_call(fake):
+    start = ragged("cpu", RAGGED.but(block_table=BLOCK_TABLE[::-1]))
+    works(start.clone(), start)
+    again = ragged("cpu")
+    works(again.clone(), again)
+
+
+SHAPES = {"[T, H, D]": (6, 3, 64), "[B, S, H, D]": (2, 6, 3, 64), "[B, H, S, D]": (2, 3, 6, 64)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(12))
+def test_rotations_of_any_memory_after_any_other(seed, shape, fake):
+    """Strides, alignment, positions, direction and outputs change from call to call; shapes stay."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def any_of(*choices):
+        return choices[int(torch.randint(len(choices), (1,), generator=generator))]
+
+    def placed() -> torch.Tensor:
+        """A tensor of the shape somewhere in a larger one."""
+        sizes = [n + any_of(0, 0, 1, 8) for n in SHAPES[shape]]
+        memory = torch.randn(any_of(0, 1, 8) + torch.Size(sizes).numel(), generator=generator).to(torch.bfloat16)
+        whole = memory[memory.numel() - torch.Size(sizes).numel() :].view(sizes)
+        return whole[tuple(slice(size - n, None) for size, n in zip(sizes, SHAPES[shape], strict=True))]
+
+    layout = "HND" if shape == "[B, H, S, D]" else "NHD"
+    memory = torch.randn(33 * 64, generator=generator)
+    for _ in range(25):
+        table = memory[any_of(0, 1, 4) :][: 32 * 64].view(32, 64)[:, : any_of(64, 64, 32)].contiguous()
+        flat = torch.randint(-1, 34, (6,), generator=generator)
+        positions = any_of(None, flat, flat.expand(1, 6), torch.randint(-1, 34, (2, 6), generator=generator))
+        if shape == "[T, H, D]":
+            positions = any_of(None, flat)
+        options = dict(layout=layout, is_neox=any_of(True, False), inverse=any_of(True, False))
+        x = placed()
+        want = reference.apply_rope(x, table, positions, **options)
+        out = any_of(None, x, placed())
+        for _ in range(2):
+            before = x.clone()
+            got = apply_rope(x, table, positions, out=out, **options)
+            assert torch.equal(bits(got), bits(want)) and (out is None or got is out)
+            x.copy_(before)
+    assert len(fake.launches) == 50
