@@ -1,6 +1,5 @@
 """`prefill`: GB/s against the number of tokens, with buffers rotated beyond the L2 cache, and hot."""
 
-from collections.abc import Callable
 from typing import Any
 
 from bench import timing
@@ -9,6 +8,7 @@ from bench.providers import Provider
 from bench.report import columns, rounded
 from bench.runner import Runner, cell, fastest, passed
 from bench.stats import summarize
+from bench.sweep import sample_ways
 from bench.workloads import Model, traffic
 
 OURS = ("ours-prefill",)
@@ -27,18 +27,10 @@ def state(model: Model, tokens: int, sets: int, l2: int) -> str:
 
 
 def measure(case: Case, sets: int, providers: list[Provider], runner: Runner) -> dict[str, list[float]]:
-    """Microseconds a call: name -> samples. One graph runs through all buffer sets, at least four calls long."""
+    """Microseconds a call: name -> samples."""
     meta = prefill_meta(case, min(case.tokens, 4096), 0)
     layers = make_layers(case, meta, sets, 0)
-    repeat = max(1, 4 // sets)
-    by_name = {p.name: p for p in providers}
-
-    def build(name: str) -> Callable[[], None]:
-        calls = [by_name[name].bind(case, meta, layer) for layer in layers] * repeat
-        return timing.capture(calls, warm=2).replay
-
-    samples = runner.sample(runner.build_each(by_name, build, case), target_us=400.0)
-    return {name: [us / (sets * repeat) for us in values] for name, values in samples.items()}
+    return sample_ways({p.name: lambda i, p=p: p.bind(case, meta, layers[i]) for p in providers}, sets, runner, case)
 
 
 def row_of(

@@ -14,7 +14,7 @@ from bench.prefill import sets_for
 from bench.providers import load, need
 from bench.report import columns
 from bench.runner import Runner
-from bench.sweep import time_ways
+from bench.sweep import right_ones, time_ways
 from bench.verify import equal
 from bench.workloads import Model, traffic
 
@@ -100,11 +100,8 @@ def measure(case: Case, prefill: bool, runner: Runner) -> dict[str, Any]:
         calls[name](got)()
         return all(equal(a, b) for a, b in zip(vars(got).values(), vars(want).values(), strict=True))
 
-    right = runner.build_each(calls, same, case)
-    for name, ok in right.items():
-        if not ok:
-            runner.report.skip(name, "fail: not the bits of the chosen tile", str(case))
-    ways = {name: lambda i, call=calls[name]: call(layers[i]) for name, ok in right.items() if ok}
+    right = right_ones(calls, same, runner, case, "not the bits of the chosen tile")
+    ways = {name: lambda i, call=calls[name]: call(layers[i]) for name in right}
     timed = time_ways(ways, sets, runner, case, target_us=200.0)
     moved = traffic(case.model, case.tokens).total
     return {"model": case.model.name, "shape": case.model.shape, "tokens": case.tokens, "bytes": moved, **timed}

@@ -16,7 +16,7 @@ from bench.prefill import sets_for
 from bench.providers import need
 from bench.report import columns
 from bench.runner import Runner
-from bench.sweep import Way, time_ways
+from bench.sweep import Way, right_ones, time_ways
 from bench.verify import equal
 from bench.workloads import Model, traffic
 
@@ -113,13 +113,8 @@ def measure(group: str, model: Model, tokens: int, runner: Runner) -> dict:
     sets = sets_for(model, tokens, timing.l2_bytes())
     timed = {way.name: way for way in GROUPS[group](model, tokens, sets, Case(model, tokens).device)}
     where = f"{group} {model.shape} tokens={tokens}"
-    right = {}
-    for name, ok in runner.build_each(timed, lambda name: timed[name].right(), where).items():
-        if ok:
-            right[name] = timed[name].way
-        else:
-            runner.report.skip(name, "fail: not the reference's bits", where)
-    row = time_ways(right, sets, runner, where)
+    right = right_ones(timed, lambda name: timed[name].right(), runner, where, "not the reference's bits")
+    row = time_ways({name: timed[name].way for name in right}, sets, runner, where)
     speed = {name: timed[name].bytes / us["median"] / 1e3 for name, us in row["us"].items()}
     first = next(iter(speed.values()), None)
     gbps = {name: round(value, 1) for name, value in speed.items()}
