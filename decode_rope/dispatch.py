@@ -84,7 +84,7 @@ def facts(x: Tensor | None):
 
 def _guard(tensors: tuple[Tensor, ...]):
     """A function that says whether tensors have the dtypes, devices, shapes, strides and requires_grad of these."""
-    if TensorGuards is not None:
+    if TensorGuards is not None and len({id(x) for x in tensors}) == len(tensors):  # it refuses a tensor that comes twice
         sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
         return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     wanted = [facts(x) for x in tensors]

@@ -29,7 +29,7 @@ def append(
             q, k, v, k_cache, v_cache, cos_sin, positions, index, paged, cache_positions, axis_map, cu_seqlens_q,
             q_out, k_out, tokens_per_request, is_neox, kv_layout, enable_pdl, geometry,
         )  # fmt: skip
-        if plan is None or not plan.submit(call):
+        if plan is None or not plan.look_closer(call):
             check_prefill(call, block_table=block_table, slot_mapping=slot_mapping)
             if enable_pdl and q.device.type == "cuda":
                 require_pdl(q.device)

@@ -4,30 +4,19 @@
 the current device.
 """
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from . import driver
-from .faults import fault_buffer
 from .geometry import Geometry, decode_geometry
 from .kernels.decode import decode_kernel
-from .layout import cache_view, index_shape, lowest_bit, span, steps
+from .launch import UNBOUNDED, AppendPlan, cu_launch, current_device, launch_hooks, raw_stream, with_stand_ins
+from .layout import cache_view, index_shape, lowest_bit, steps
 from .variants import INTERPRETED, Variant, pdl_supported, variant
 
-_UNBOUNDED = 2**63 - 1
-_MAX_READY = 1024
 _USUAL = (0, 1, 2, 5, 6, 7, 8, 10)  # the own tensors of a call with no outputs of its own and no cache_positions
-raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-current_device = getattr(torch._C, "_cuda_getDevice", None)
-cu_launch = driver.cu_launch_kernel_ex() if driver.available() else None
-
-
-# A profiler that wants to see Triton's launches adds itself to this chain; while it is not empty, launches go through Triton.
-launch_hooks = getattr(triton.knobs.runtime.launch_enter_hook, "calls", ())
 
 
 class Static(NamedTuple):
@@ -86,61 +75,26 @@ class Call(NamedTuple):
         )  # fmt: skip
 
     def kernel_tensors(self) -> tuple[Tensor, ...]:
-        """The same with stand-ins for what is absent; the kernel compiled for its absence never reads or writes through them."""
-        q, positions = self.q, self.positions
-        k = q if self.k is None else self.k
-        stand_ins = (q, k, q, q, k, q, q, q, positions, positions, positions)
-        return tuple([other if own is None else own for own, other in zip(self.own_tensors(), stand_ins, strict=True)])
+        return with_stand_ins(self.own_tensors())
 
     def addresses(self) -> tuple[int, ...]:
         return tuple([x.data_ptr() for x in self.kernel_tensors()])
 
 
-class Plan:
-    """A launch of one configuration, for whatever memory it is given.
+class Plan(AppendPlan):
+    """A decode step of one configuration. It keeps packed launches of the usual calls alone, those with no outputs of their own
+    and no cache_positions."""
 
-    `flags` and `guard` say which calls the plan is for (`dispatch` sets them). `unaligned` is the plan for memory less aligned
-    than this one needs, once there has been any. `packings` holds the distances between q, k and v known to be those of
-    interleaved slices. `_ready` holds launches packed for addresses that passed every check, by stream and addresses.
-    """
-
-    __slots__ = (
-        "_own",
-        "_ready",
-        "_usual",
-        "align_bits",
-        "align_table_bits",
-        "device",
-        "faults",
-        "flags",
-        "grid",
-        "guard",
-        "integers",
-        "packings",
-        "sizes",
-        "unaligned",
-        "variant",
-    )
+    __slots__ = ()
 
     def __init__(self, call: Call, compiled: Variant, grid: int, integers: tuple[int, ...]):
-        self.variant = compiled
-        self.grid = grid
-        self.integers = integers
-        self.flags = self.guard = self.unaligned = None
-        self.align_bits = compiled.static.ALIGN - 1
-        self.align_table_bits = compiled.static.ALIGN_TABLE - 1
-        self.device = compiled.device.index
-        self.faults = fault_buffer(compiled.device)
-        self.sizes = tuple([end - start for start, end in map(span, call.kernel_tensors())])
-        self.packings = set()
-        self._own = tuple([i for i, x in enumerate(call.own_tensors()) if x is not None])
-        self._usual = self._own == _USUAL and compiled.direct
-        self._ready = {}
+        super().__init__(call, compiled, grid, integers)
+        self._keeps = compiled.direct and tuple([i for i, _, _ in self._ranges]) == _USUAL
 
     def submit(self, q, k, v, k_cache, v_cache, cos_sin, positions, index, cache_positions=None, q_out=None, k_out=None) -> bool:
         """Launch on tensors whose shapes, strides, dtypes and devices are the plan's, unless their addresses ask for a closer look
         first; then do nothing and return False."""
-        if self._usual:
+        if self._keeps:
             addresses = (
                 q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), cos_sin.data_ptr(),
                 positions.data_ptr(), index.data_ptr(), raw_stream(self.device),
@@ -150,63 +104,10 @@ class Plan:
                 if cu_launch(*packed):
                     driver.launch(packed)
                 return True
-        call = Call(q, k, v, k_cache, v_cache, cos_sin, positions, index, True, cache_positions, q_out, k_out)
-        addresses = call.addresses()
-        if not self._apart(addresses):
-            return False
-        plan = self if self.is_aligned(addresses) else self.unaligned
-        if plan is None:
-            return False
-        plan.launch(call, addresses, self)
-        return True
+        return self.look_closer(Call(q, k, v, k_cache, v_cache, cos_sin, positions, index, True, cache_positions, q_out, k_out))
 
-    def adopt(self, call: Call) -> None:
-        """Launch a call that has passed every check, and remember its memory as good."""
-        addresses = call.addresses()
-        if len(self.packings) < _MAX_READY:
-            self.packings.add((addresses[1] - addresses[0], addresses[2] - addresses[0]))
-        self.fitting(addresses, call).launch(call, addresses, self)
-
-    def fitting(self, addresses: tuple[int, ...], call: Call) -> "Plan":
-        """This plan, or the one for less aligned memory if these addresses need it."""
-        if self.is_aligned(addresses):
-            return self
-        if self.unaligned is None:
-            self.unaligned = append_plan(call, self.variant.device, aligned=False)
-        return self.unaligned
-
-    def is_aligned(self, addresses: tuple[int, ...]) -> bool:
-        rows = 0
-        for address in addresses[:7]:
-            rows |= address
-        return not (rows & self.align_bits or addresses[7] & self.align_table_bits)
-
-    def launch(self, call: Call, addresses: tuple[int, ...], found_by: "Plan | None" = None) -> None:
-        """Launch on the current stream of the plan's device. `found_by` keeps the packed launch for its next `submit`."""
-        if not INTERPRETED and current_device() != self.device:
-            with torch.cuda.device(self.device):
-                self.launch(call, addresses, found_by)
-        elif not self.variant.direct or launch_hooks:
-            self.variant.launch_jit(self.grid, (*call.kernel_tensors(), self.faults), self.integers)
-        else:
-            stream = raw_stream(self.device)
-            packed = self.pack(addresses, stream)
-            driver.launch(packed)
-            if found_by is not None and found_by._usual:
-                if len(found_by._ready) >= _MAX_READY:
-                    found_by._ready.clear()
-                found_by._ready[(*[addresses[i] for i in _USUAL], stream)] = packed
-
-    def pack(self, addresses: tuple[int, ...], stream: int) -> tuple:
-        return driver.pack(self.variant, self.grid, stream, (*addresses, self.faults.data_ptr(), *self.integers))
-
-    def _apart(self, addresses: tuple[int, ...]) -> bool:
-        """Whether the call's own tensors lie in disjoint ranges; q, k and v may interleave in a packing found good before."""
-        ranges = [(addresses[i], self.sizes[i]) for i in self._own]
-        if (addresses[1] - addresses[0], addresses[2] - addresses[0]) in self.packings and 1 in self._own:
-            start = min(addresses[:3])
-            ranges[:3] = [(start, max(a + n for a, n in ranges[:3]) - start)]
-        return all(a + n <= b for (a, n), (b, _) in pairwise(sorted(ranges)))
+    def less_aligned(self, call: Call) -> "Plan":
+        return append_plan(call, self.variant.device, aligned=False)
 
 
 def append_plan(call: Call, device: torch.device, *, aligned: bool = True) -> Plan:
@@ -228,7 +129,7 @@ def append_plan(call: Call, device: torch.device, *, aligned: bool = True) -> Pl
     if not aligned or any(size > 1 and stride * itemsize % static.ALIGN for stride, size in strides):
         static = static._replace(ALIGN=itemsize, ALIGN_TABLE=4)
     dtypes = (*(t.dtype for t in call.kernel_tensors()), torch.int64)
-    max_position = _UNBOUNDED if call.cos_sin is None else call.cos_sin.shape[0]
+    max_position = UNBOUNDED if call.cos_sin is None else call.cos_sin.shape[0]
     grid = geometry.programs(num_tokens, q.shape[1], num_kv_heads)
     num_pages = 0 if k_view is None else k_view.num_pages
     width, row = index_shape(call.index, call.paged)

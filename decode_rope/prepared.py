@@ -8,8 +8,9 @@ from . import driver, ops
 from .checks import check_table
 from .dispatch import check_call, decode_plans, require_pdl, run_reference, runs_reference
 from .geometry import Geometry, check_geometry, decode_geometry
+from .launch import cu_launch, current_device, launch_hooks, raw_stream
 from .layout import cache_view
-from .plan import Call, Plan, append_plan, cu_launch, current_device, launch_hooks, raw_stream
+from .plan import Call, Plan, append_plan
 from .variants import INTERPRETED
 
 _ADDRESSING = ("block_table", "slot_mapping")
@@ -289,7 +290,7 @@ class Bound:
             if self._call.q.shape[0] > 0:
                 run_reference(self._call)
         elif INTERPRETED or not plan.variant.direct or launch_hooks:
-            plan.launch(self._call, self.addresses)
+            plan.launch(self._call.kernel_tensors(), self.addresses)
         else:
             with torch.cuda.device(self._device):
                 stream = raw_stream(self._device)

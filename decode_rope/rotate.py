@@ -11,8 +11,8 @@ from .dispatch import facts, runs_reference
 from .faults import fault_buffer
 from .geometry_prefill import Tiles, plain_tiles
 from .kernels.plain import plain_kernel
+from .launch import Launch
 from .layout import lowest_bit, span
-from .plan_prefill import Launch
 from .variants import INTERPRETED, Variant, variant
 
 _WARPS = 4

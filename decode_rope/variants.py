@@ -1,7 +1,7 @@
 """Compiled kernels: one for each static configuration, loaded once for each device and kept for ever.
 
 A kernel is compiled for dtypes, head counts and flags, and never for a batch size, a stride or an address, so the key of a
-variant is entirely ours. `driver.Launcher` launches a variant directly; `kernel[grid]` does it under the interpreter, on AMD,
+variant is entirely ours. `driver.launch` launches a variant directly; `kernel[grid]` does it under the interpreter, on AMD,
 for Triton versions nobody has tried, for kernels whose parameters are not what we gave, while a profiler's launch hooks are
 attached, and with DECODE_ROPE_LAUNCH=jit in the environment.
 """
@@ -29,7 +29,7 @@ class Variant:
     Attributes:
         run, metadata: Triton's launch call and its packed argument, None under the interpreter.
         function, shared, num_scratch: the CUfunction, bytes of shared memory, and Triton's own parameters after ours.
-        direct: whether `driver.Launcher` may launch it.
+        direct: whether `driver.launch` may launch it.
     """
 
     __slots__ = (

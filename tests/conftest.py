@@ -53,6 +53,14 @@ def on_gpu() -> bool:
     return ON_GPU
 
 
+@pytest.fixture
+def fake_driver(monkeypatch):
+    """Launches go to a stand-in for the CUDA driver."""
+    from fake_driver import FakeDriver
+
+    return FakeDriver().install(monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def no_pending_faults():
     """Fault records outlive a launch; no test may see another one's."""

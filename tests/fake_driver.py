@@ -11,7 +11,7 @@ import itertools
 import torch
 from fake_kernels import KERNELS, Loaded, execute, is_aligned
 
-from decode_rope import api, dispatch, dispatch_prefill, driver, plan, plan_prefill, prepared, rotate, variants
+from decode_rope import api, dispatch, dispatch_prefill, driver, launch, plan, plan_prefill, prepared, rotate, variants
 
 INVALID_VALUE, MISALIGNED_ADDRESS = 1, 716  # as in cuda.h
 SCRATCH = 2  # trailing parameters of Triton's own, as on a GPU
@@ -38,6 +38,7 @@ class FakeDriver:
     """Attributes:
     codes: error codes that the next launches return in turn, without doing anything.
     launches: (stream, device) of every launch that ran.
+    arguments: the kernel's parameters by name, of every launch that ran.
     device, stream: what is current.
     refuse_to_load: an exception that loading a kernel raises, as a missing compiler would; or None.
     """
@@ -45,6 +46,7 @@ class FakeDriver:
     def __init__(self):
         self.codes: list[int] = []
         self.launches: list[tuple[int, int | None]] = []
+        self.arguments: list[dict[str, int]] = []
         self.device: int | None = None  # the index of torch.device("cpu")
         self.stream = 0x51
         self.refuse_to_load: BaseException | None = None
@@ -61,7 +63,7 @@ class FakeDriver:
         monkeypatch.setattr(variants.Variant, "_load", lambda self, dtypes: load(self, dtypes))
         for module in (dispatch, prepared, rotate):
             monkeypatch.setattr(module, "runs_reference", lambda device: False)
-        for module in (plan, plan_prefill, prepared):
+        for module in (launch, plan, plan_prefill, prepared):
             monkeypatch.setattr(module, "raw_stream", lambda device: self.stream)
             monkeypatch.setattr(module, "current_device", lambda: self.device)
         for module in (plan, prepared):
@@ -102,6 +104,7 @@ class FakeDriver:
         if not is_aligned(loaded, arguments):
             return MISALIGNED_ADDRESS
         self.launches.append((config.stream, self.device))
+        self.arguments.append(arguments)
         execute(loaded, arguments)
         return 0
 

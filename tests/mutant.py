@@ -59,6 +59,7 @@ DEFAULT_TESTS = {
     ("kernels/plain.py", INTERPRET): (APPLY, AXES),
     ("plan.py", INTERPRET): (ROWS, LAYOUTS, OLD_CALLS),
     ("plan.py", PLAIN): (PACKED, FAILURES),
+    ("launch.py", INTERPRET): (ROWS, LAYOUTS, OLD_CALLS),
     ("plan_prefill.py", INTERPRET): (PREFILL,),
     ("plan_prefill.py", PLAIN): (PACKED_PREFILL,),
     ("rotate.py", INTERPRET): (APPLY,),

@@ -1,14 +1,12 @@
 """The plain rotation: every layout and kind of positions, out and in place, backwards, and its gradient."""
 
-import ctypes
-
 import pytest
 import torch
 from cases import FLOATS, bits
 from conftest import ON_GPU
 
 import decode_rope
-from decode_rope import driver, plan_prefill, reference, rotate, variants
+from decode_rope import reference, rotate
 from decode_rope.faults import fault_buffer
 from decode_rope.kernels.plain import INTEGERS, POINTERS, plain_kernel
 from decode_rope.rope import apply_rope
@@ -295,25 +293,9 @@ def test_out_that_overlaps_x_is_noticed_even_with_a_plan(device):
         assert torch.equal(apply_rope(halves[:, :3], cos_sin, out=halves[:, 3:]), want)
 
 
-def test_the_driver_gets_every_parameter_in_its_place(monkeypatch):
+def test_the_driver_gets_every_parameter_in_its_place(fake_driver):
     """A direct launch without a GPU: what is packed is what the kernel's parameters are called."""
     assert plain_kernel.arg_names == [*POINTERS, *INTEGERS, *rotate.Static._fields]
-    launched = []
-
-    def load(variant, dtypes):
-        variant.function, variant.shared, variant.num_scratch, variant.direct = 0x77, 0, 0, True
-
-    def launch(config, function, pointers, extra):
-        launched.append([ctypes.c_int64.from_address(address).value for address in pointers])
-        return 0
-
-    monkeypatch.setattr(variants, "_VARIANTS", {})
-    monkeypatch.setattr(variants.Variant, "_load", load)
-    monkeypatch.setattr(driver, "cu_launch_kernel_ex", lambda: launch)
-    monkeypatch.setattr(rotate, "_PLANS", {})
-    monkeypatch.setattr(rotate, "runs_reference", lambda device: False)
-    monkeypatch.setattr(plan_prefill, "raw_stream", lambda device: 0x51)
-    monkeypatch.setattr(plan_prefill, "current_device", lambda: None)
     x, out = randn(2, 5, 7, 72, device="cpu")[..., :64], torch.empty(2, 5, 9, 64)[:, :, :7]
     cos_sin, positions = table(64, "cpu"), torch.zeros(3, 4, 9, dtype=torch.int64)[:, 1:3, 2:]
     axis_map = torch.zeros(32, dtype=torch.int8)
@@ -325,7 +307,7 @@ def test_the_driver_gets_every_parameter_in_its_place(monkeypatch):
     for name, tensor in (("x", x), ("out", out)):
         b, h, s, _ = tensor.stride()
         want |= {f"stride_{name}_b": b, f"stride_{name}_s": s, f"stride_{name}_h": h}
-    assert [dict(zip([*POINTERS, *INTEGERS], values, strict=True)) for values in launched] == [want] * 2
+    assert fake_driver.arguments == [want] * 2
 
 
 @pytest.mark.anywhere

@@ -6,24 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import Case, Spec, assert_same_storages, bits, build, call_arguments, prepare
+from cases import Case, assert_same_storages, bits, build, call_arguments, prepare
 from conftest import INTERPRETED, ON_GPU
 from fake_driver import FakeDriver, RealDriver
-from ways import WAYS, function_of, reset, works
+from ways import SPECS, TABLE, WAYS, either_way, function_of, reset, works
 
 import decode_rope
-from decode_rope import api, dispatch, dispatch_prefill, driver, plan, rotate, variants
+from decode_rope import api, dispatch, dispatch_prefill, driver, launch, plan, rotate, variants
 from decode_rope.faults import fault_buffer
 
 pytestmark = pytest.mark.skipif(INTERPRETED or (ON_GPU and not variants.DIRECT), reason="launches do not go to the driver")
-TABLE = Spec([1, 3, -1, 6], [[1, 2], [3, 4], [0, 0], [5, 6]], heads=(3, 2), head_dim=16, v_head_dim=8)
-SPECS = {
-    "table": TABLE,
-    "slots": TABLE.but(block_table=None, slots=[3, 5, 7], dtype=torch.float16, cache="HND"),
-    "outputs": TABLE.but(q_out=True, k_out="own", cache_positions=[1, 3, 6, 0]),
-    "unaligned": TABLE.but(shift=1, is_neox=False),
-    "only q": TABLE.but(block_table=None, heads=(3, 0)),
-}
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
 
 
@@ -33,7 +25,6 @@ def gpu(device, monkeypatch):
     return (RealDriver() if device.type == "cuda" else FakeDriver()).install(monkeypatch)
 
 
-either_way = pytest.mark.parametrize("way", WAYS)
 any_spec = pytest.mark.parametrize("name", SPECS)
 
 
@@ -121,13 +112,13 @@ def test_the_kernel_for_unaligned_memory_does_not_load(way, gpu, device):
     assert_whole(api._PLANS)
 
 
-@pytest.mark.parametrize("where", ["driver.pack", "plan.fault_buffer", "variants.fault_buffer", "plan.decode_geometry"])
+@pytest.mark.parametrize("where", ["driver.pack", "launch.fault_buffer", "variants.fault_buffer", "plan.decode_geometry"])
 @either_way
 def test_a_step_of_the_first_launch_fails(where, way, gpu, device, monkeypatch):
     start = build(TABLE, device)
     case = start.clone()
     call = WAYS[way](case)
-    module = {"driver": driver, "plan": plan, "variants": variants}[where.split(".")[0]]
+    module = {"driver": driver, "launch": launch, "plan": plan, "variants": variants}[where.split(".")[0]]
 
     def fail(*args, **kwargs):
         raise OUT_OF_MEMORY
@@ -149,11 +140,11 @@ def test_prefill_and_apply_rope_fail_the_same_way(name, device, monkeypatch):
             return getattr(module, name)(**of.arguments())
         return getattr(module, name)(of["q"], of["cos_sin_cache"], of["positions"], out=of["q"])
 
-    plans = dispatch_prefill._PLANS._plans if name == "rope_append_prefill" else rotate._PLANS
-    before = set(plans)
     with monkeypatch.context() as broken:
         gpu = (RealDriver() if device.type == "cuda" else FakeDriver()).install(broken)
         gpu.refuse_to_load = OUT_OF_MEMORY
+        plans = dispatch_prefill._PLANS._plans if name == "rope_append_prefill" else rotate._PLANS
+        before = set(plans)
         for _ in range(2):
             fails(call, case, start, torch.OutOfMemoryError, "out of memory")
         assert set(plans) == before and variants.num_variants() == 0

@@ -7,42 +7,27 @@ import gc
 import pytest
 import torch
 import triton
-from cases import Spec, assert_same_storages, build, call_arguments, check, prepare, prepared, run
+from cases import assert_same_storages, build, call_arguments, check, prepare, prepared, run
 from conftest import INTERPRETED
-from fake_driver import FakeDriver
 from random_cases import CPU_SIZES, random_spec
-from ways import WAYS, function_of, works
+from ways import SPECS, TABLE, WAYS, either_way, function_of, works
 
 import decode_rope
-from decode_rope import api, dispatch, plan, variants
+from decode_rope import api, dispatch, launch, plan, variants
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="launches do not go to the driver")
-TABLE = Spec([1, 3, -1, 6], [[1, 2], [3, 4], [0, 0], [5, 6]], heads=(3, 2), head_dim=16, v_head_dim=8)
-SPECS = {
-    "table": TABLE,
-    "slots": TABLE.but(block_table=None, slots=[3, 5, 7], dtype=torch.float16, cache="HND"),
-    "outputs": TABLE.but(q_out=True, k_out="own", cache_positions=[1, 3, 6, 0]),
-    "unaligned": TABLE.but(shift=1, is_neox=False),
-    "only q": TABLE.but(block_table=None, heads=(3, 0)),
-}
-either_way = pytest.mark.parametrize("way", WAYS)
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    return FakeDriver().install(monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(2000, 2030))
 @either_way
-def test_repeated_launches_of_random_calls(way, seed, fake):
+def test_repeated_launches_of_random_calls(way, seed, fake_driver):
     start = build(random_spec(seed, CPU_SIZES), "cpu")
     case = start.clone()
     works(WAYS[way](case), case, start)
-    assert len(fake.launches) == (3 if len(start.spec.positions) else 0)
+    assert len(fake_driver.launches) == (3 if len(start.spec.positions) else 0)
 
 
-def test_F3_memory_of_any_alignment_in_any_order(fake):
+def test_F3_memory_of_any_alignment_in_any_order(fake_driver):
     """The stand-in refuses an address or a stride that its kernel was not compiled for."""
     changes = [{}, dict(shift=1), dict(table_shift=1), dict(shift=8), dict(shift=3, table_shift=2), dict(activations="padded")]
     changes += [dict(cache="NHD padded"), dict(cache="HND beside"), {}]
@@ -54,7 +39,7 @@ def test_F3_memory_of_any_alignment_in_any_order(fake):
 
 
 @pytest.mark.parametrize("one", ["q", "k", "v", "k_cache", "v_cache", "q_out", "k_out", "cos_sin_cache"])
-def test_F3_one_unaligned_tensor_among_aligned_ones(one, fake):
+def test_F3_one_unaligned_tensor_among_aligned_ones(one, fake_driver):
     spec = TABLE.but(q_out=True, k_out="own")
     aligned, shifted = build(spec, "cpu"), build(spec.but(shift=1, table_shift=1), "cpu")
     mixed = aligned.clone()
@@ -68,7 +53,7 @@ def test_F3_one_unaligned_tensor_among_aligned_ones(one, fake):
 
 
 @pytest.mark.parametrize("name", ["table", "slots", "outputs"])
-def test_every_tensor_may_move_alone(name, fake):
+def test_every_tensor_may_move_alone(name, fake_driver):
     """A launch packed for some memory is not taken for memory that differs in one tensor."""
     start = build(SPECS[name], "cpu")
     case = start.clone()
@@ -80,7 +65,7 @@ def test_every_tensor_may_move_alone(name, fake):
         works(function_of(case), case, start, times=1)
 
 
-def test_slices_that_interleave_well_say_nothing_of_others(fake):
+def test_slices_that_interleave_well_say_nothing_of_others(fake_driver):
     """q, k and v in one packed tensor, then the same views of it moved so that k begins in the last head of q."""
     start = build(TABLE.but(activations="packed", v_head_dim=16), "cpu")
     case = start.clone()
@@ -97,29 +82,29 @@ def test_slices_that_interleave_well_say_nothing_of_others(fake):
 
 
 @either_way
-def test_F5_a_launch_goes_to_the_stream_that_is_current(way, fake):
+def test_F5_a_launch_goes_to_the_stream_that_is_current(way, fake_driver):
     start = build(TABLE, "cpu")
     case = start.clone()
     call = WAYS[way](case)
-    for fake.stream in (7, 7, 9, 7, 9, 0, 0):
+    for fake_driver.stream in (7, 7, 9, 7, 9, 0, 0):
         works(call, case, start, times=1)
-    assert [stream or 0 for stream, _ in fake.launches] == [7, 7, 9, 7, 9, 0, 0]
+    assert [stream or 0 for stream, _ in fake_driver.launches] == [7, 7, 9, 7, 9, 0, 0]
 
 
 @either_way
-def test_F4_a_launch_makes_the_device_of_its_tensors_current(way, fake):
+def test_F4_a_launch_makes_the_device_of_its_tensors_current(way, fake_driver):
     start = build(TABLE, "cpu")
     case = start.clone()
     call = WAYS[way](case)
-    for fake.device in (None, 1, 1, None, 1):
-        current = fake.device
+    for fake_driver.device in (None, 1, 1, None, 1):
+        current = fake_driver.device
         works(call, case, start, times=1)
-        assert fake.device == current
-    assert [device for _, device in fake.launches] == [None] * 5
+        assert fake_driver.device == current
+    assert [device for _, device in fake_driver.launches] == [None] * 5
 
 
 @either_way
-def test_a_profiler_s_launch_hook_sees_every_launch(way, fake, monkeypatch):
+def test_a_profiler_s_launch_hook_sees_every_launch(way, fake_driver, monkeypatch):
     start = build(TABLE, "cpu")
     case = start.clone()
     call = WAYS[way](case)
@@ -133,12 +118,12 @@ def test_a_profiler_s_launch_hook_sees_every_launch(way, fake, monkeypatch):
             call()
     finally:
         hook.remove(print)
-    assert len(seen) == 2 and len(fake.launches) == 3
+    assert len(seen) == 2 and len(fake_driver.launches) == 3
     works(call, case, start)
 
 
-def test_full_books_are_begun_anew(fake, monkeypatch):
-    monkeypatch.setattr(plan, "_MAX_READY", 2)
+def test_full_books_are_begun_anew(fake_driver, monkeypatch):
+    monkeypatch.setattr(launch, "_MAX_KNOWN", 2)
     monkeypatch.setattr(dispatch, "_MAX_PLANS", 2)
     cases = [build(TABLE.but(seed=seed, num_pages=7 + seed % 4), "cpu") for seed in range(8)]
     for _ in range(2):
@@ -146,10 +131,10 @@ def test_full_books_are_begun_anew(fake, monkeypatch):
             case = start.clone()
             works(function_of(case), case, start, times=2)
     plans = api._PLANS._plans.values()
-    assert len(plans) <= 2 and all(len(p._ready) <= 2 and len(p.packings) <= 2 for p in plans)
+    assert len(plans) <= 2 and all(len(p._ready) <= 2 and len(p._known) <= 2 for p in plans)
 
 
-def test_F3_without_torch_s_tensor_guards(fake, monkeypatch):
+def test_F3_without_torch_s_tensor_guards(fake_driver, monkeypatch):
     monkeypatch.setattr(dispatch, "TensorGuards", None)
     starts = [build(spec, "cpu") for spec in SPECS.values()]
     starts += [build(TABLE.but(**changes), "cpu") for changes in (
@@ -166,7 +151,7 @@ def test_F3_without_torch_s_tensor_guards(fake, monkeypatch):
         decode_rope.rope_append_decode(**case.arguments() | {"v": [1.0]})
 
 
-def test_flags_of_one_call_say_nothing_about_the_next(fake):
+def test_flags_of_one_call_say_nothing_about_the_next(fake_driver):
     """The same tensors, another pairing or another way through the block table."""
     start = build(TABLE.but(head_dim=8, v_head_dim=8, block_table=[[1, 2], [3, 4], [5, 6], [0, 7]], heads=(4, 4)), "cpu")
     variations = [start, *(start.clone() for _ in range(3))]
@@ -178,7 +163,7 @@ def test_flags_of_one_call_say_nothing_about_the_next(fake):
         check(one)
 
 
-def test_F2_a_bound_launch_outlives_everything_it_was_made_from(fake):
+def test_F2_a_bound_launch_outlives_everything_it_was_made_from(fake_driver):
     start = build(TABLE, "cpu")
     case = start.clone()
     launch = prepare(case).bind(**call_arguments(case))
@@ -188,7 +173,18 @@ def test_F2_a_bound_launch_outlives_everything_it_was_made_from(fake):
     works(launch, case, start)
 
 
-def test_kernels_are_compiled_without_contraction_and_with_their_warps(fake):
+@pytest.mark.parametrize("changes", [dict(k_out="k"), dict(v_is_k=True, v_head_dim=16), dict(k_out="own", q_out=True)], ids=str)
+def test_a_tensor_given_twice_is_looked_at_closely_once(changes, fake_driver, monkeypatch):
+    """Calls that are no plain ones find their plan too: without checks, and without a new guard each time."""
+    start = build(TABLE.but(**changes), "cpu")
+    case = start.clone()
+    works(function_of(case), case, start, times=2)
+    for name in ("check_append", "_guard"):
+        monkeypatch.setattr(dispatch, name, None)
+    works(function_of(case), case, start)
+
+
+def test_kernels_are_compiled_without_contraction_and_with_their_warps(fake_driver):
     run(build(TABLE, "cpu"))
     (found,) = variants._VARIANTS.values()
     geometry = plan.decode_geometry(4, 3, 2, 16)

@@ -17,7 +17,7 @@ from guarded_memory import signal_of
 from random_cases import CPU_SIZES, GPU_SIZES, random_spec
 
 import decode_rope
-from decode_rope import api, dispatch, faults, plan, variants
+from decode_rope import api, dispatch, faults, launch, variants
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter knows one launch at a time")
 THREADS = 8
@@ -135,7 +135,7 @@ class TestDirectLaunches:
         all_at_once(starts, without_built_in(prepare(starts[0])), times=30)
 
     def test_books_that_are_always_full(self, monkeypatch):
-        monkeypatch.setattr(plan, "_MAX_READY", 1)
+        monkeypatch.setattr(launch, "_MAX_KNOWN", 1)
         monkeypatch.setattr(dispatch, "_MAX_PLANS", 1)
         starts = [build(SPEC.but(seed=i, shift=i % 2, num_pages=7 + i % 3), "cpu") for i in range(THREADS)]
         all_at_once(starts, decode_rope.rope_append_decode, times=30)

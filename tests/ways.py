@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 
-from cases import Case, assert_same_storages, call_arguments, prepare, run_reference
+import pytest
+import torch
+from cases import Case, Spec, assert_same_storages, call_arguments, prepare, run_reference
 
 import decode_rope
 
@@ -27,7 +29,16 @@ def bound_of(case: Case) -> Callable:
     return call
 
 
+TABLE = Spec([1, 3, -1, 6], [[1, 2], [3, 4], [0, 0], [5, 6]], heads=(3, 2), head_dim=16, v_head_dim=8)
+SPECS = {
+    "table": TABLE,
+    "slots": TABLE.but(block_table=None, slots=[3, 5, 7], dtype=torch.float16, cache="HND"),
+    "outputs": TABLE.but(q_out=True, k_out="own", cache_positions=[1, 3, 6, 0]),
+    "unaligned": TABLE.but(shift=1, is_neox=False),
+    "only q": TABLE.but(block_table=None, heads=(3, 0)),
+}
 WAYS = {"function": function_of, "DecodeRope": op_of, "bound": bound_of}
+either_way = pytest.mark.parametrize("way", WAYS)
 
 
 def reset(case: Case, start: Case) -> None:
