@@ -1,7 +1,7 @@
 """`ncu`: DRAM bytes that Nsight Compute counts against the bytes we count, for a few workloads.
 
 The profiler empties the caches before every kernel, so reads are complete; writes still in the L2 cache when a
-kernel ends are not counted.
+kernel ends are not counted. Workloads of more than MOST_DECODE tokens are prefills.
 """
 
 import csv
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.buffers import Case, context_for, decode_meta, make_layers
+from bench.buffers import Case, Meta, context_for, decode_meta, make_layers, prefill_meta
+from bench.prefill import OURS, SEQUENCE
 from bench.providers import Provider, Unavailable, load
 from bench.report import columns
 from bench.runner import Runner, passed
@@ -29,7 +30,8 @@ METRICS = {
     "gpu__time_duration.sum": "nanoseconds",
 }
 MARKER = "bench_marker_kernel"
-WORKLOADS = (("llama-3-8b", 128), ("llama-3-8b", 1024), ("llama-3-70b-tp8", 512))
+WORKLOADS = (("llama-3-8b", 128), ("llama-3-8b", 1024), ("llama-3-70b-tp8", 512), ("llama-3-8b", 131072))
+MOST_DECODE = SEQUENCE
 _PREFIX = "bench-ncu:"
 
 
@@ -78,10 +80,9 @@ def child(workloads: list[tuple[str, int]], names: list[str], runner: Runner) ->
     """Runs inside the profiler: one call of every workload and provider that verifies, a marker before each."""
     from bench.floors import marker
 
-    providers = {name: load(name) for name in names}
     ready = {}
     for model, tokens in workloads:
-        ready |= _ready(Case(find_models([model])[0], tokens), providers, runner)
+        ready |= _ready(Case(find_models([model])[0], tokens), names, runner)
     marker()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
@@ -93,17 +94,29 @@ def child(workloads: list[tuple[str, int]], names: list[str], runner: Runner) ->
     torch.cuda.profiler.stop()
 
 
-def _ready(case: Case, providers: dict[str, Provider], runner: Runner) -> dict[str, Callable[[], Any]]:
-    """Calls of one case that have run once, by the label `child` prints."""
-    right = passed(list(providers.values()), runner.verified(list(providers.values()), case))
-    meta = decode_meta(case, context_for(case, 1, limit_bytes=1e9), 0)
+def workload(case: Case, names: list[str], runner: Runner) -> tuple[list[Provider], Meta]:
+    """The providers that are right, and the metadata, of a decode step or a prefill."""
+    if case.tokens <= MOST_DECODE:
+        providers = [load(name) for name in names]
+        right = passed(providers, runner.verified(providers, case))
+        return right, decode_meta(case, context_for(case, 1, limit_bytes=1e9), 0)
+    providers = [load(OURS[0] if name == "ours" else name) for name in names]
+    small = Case(case.model, SEQUENCE, case.device)  # the reference would take long over the largest
+    right = passed(providers, runner.verified(providers, small, prefill=True, batches=()))
+    return right, prefill_meta(case, SEQUENCE, 0)
 
-    def build(name: str) -> Callable[[], Any]:
-        call = providers[name].bind(case, meta, make_layers(case, meta, 1, 0)[0])
+
+def _ready(case: Case, names: list[str], runner: Runner) -> dict[str, Callable[[], Any]]:
+    """Calls of one case that have run once, by the label `child` prints."""
+    right, meta = workload(case, names, runner)
+
+    def build(provider: Provider) -> Callable[[], Any]:
+        call = provider.bind(case, meta, make_layers(case, meta, 1, 0)[0])
         call()
         return call
 
-    calls = runner.build_each([p.name for p in right], build, case)
+    by_name = {p.name: p for p in right}
+    calls = runner.build_each(by_name, lambda name: build(by_name[name]), case)
     return {f"{case.model.name} {case.tokens} {name}": call for name, call in calls.items()}
 
 
@@ -139,7 +152,7 @@ def profile(ncu: str, workloads: list[tuple[str, int]], names: list[str], second
 
 
 def row_of(model: str, tokens: int, provider: str, kernels: list[Kernel]) -> dict[str, Any]:
-    counted = traffic(find_models([model])[0], tokens)
+    counted = traffic(find_models([model])[0], tokens, sequence=SEQUENCE if tokens > MOST_DECODE else None)
     return {
         "model": model,
         "tokens": tokens,

@@ -1,6 +1,9 @@
-"""`prefill`: GB/s against the number of tokens, with buffers rotated beyond the L2 cache, and hot."""
+"""`prefill`: GB/s against the number of tokens, buffers rotated beyond the L2 cache, and hot; beside a copy of the same bytes."""
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from bench import timing
 from bench.buffers import Case, make_layers, prefill_meta
@@ -13,31 +16,54 @@ from bench.workloads import Model, traffic
 
 OURS = ("ours-prefill",)
 MOST_SETS = 64
+SEQUENCE = 4096  # tokens a prompt
+COPY = "copy"
+_PIECE = 1 << 29  # bytes of one copy: torch's of more than 1 GiB ran at 2.7 instead of 4.2 TB/s (H200, torch 2.11)
+
+
+def least_bytes(model: Model, tokens: int, rotary_dim: int | None = None) -> int:
+    """What a prefill of prompts of SEQUENCE tokens has to move: their angles once."""
+    return traffic(model, tokens, rotary_dim=rotary_dim, sequence=SEQUENCE).total
+
+
+def copy_call(size: int, device: torch.device) -> Callable[[], None]:
+    """A copy that reads and writes `size` bytes in all."""
+    source, target = (torch.empty(max(1, size // 2), dtype=torch.uint8, device=device) for _ in range(2))
+    pieces = list(zip(target.split(_PIECE), source.split(_PIECE), strict=True))
+
+    def call() -> None:
+        for to, of in pieces:
+            to.copy_(of)
+
+    return call
 
 
 def sets_for(model: Model, tokens: int, l2: int) -> int:
     """Buffer sets whose rotation touches at least twice the L2 cache, at most MOST_SETS."""
-    return max(2, min(MOST_SETS, -(-2 * l2 // traffic(model, tokens).total)))
+    return max(2, min(MOST_SETS, -(-2 * l2 // least_bytes(model, tokens))))
 
 
 def state(model: Model, tokens: int, sets: int, l2: int) -> str:
     if sets == 1:
         return "hot"
-    return "cold" if sets * traffic(model, tokens).total > l2 else "warm"
+    return "cold" if sets * least_bytes(model, tokens) > l2 else "warm"
 
 
 def measure(case: Case, sets: int, providers: list[Provider], runner: Runner) -> dict[str, list[float]]:
     """Microseconds a call: name -> samples."""
-    meta = prefill_meta(case, min(case.tokens, 4096), 0)
+    meta = prefill_meta(case, min(case.tokens, SEQUENCE), 0)
     layers = make_layers(case, meta, sets, 0)
-    return sample_ways({p.name: lambda i, p=p: p.bind(case, meta, layers[i]) for p in providers}, sets, runner, case)
+    copies = [copy_call(least_bytes(case.model, case.tokens), case.device) for _ in range(sets)]
+    ways = {p.name: lambda i, p=p: p.bind(case, meta, layers[i]) for p in providers}
+    return sample_ways(ways | {COPY: lambda i: copies[i]}, sets, runner, case)
 
 
 def row_of(
     case: Case, samples: dict[str, list[float]], providers: list[Provider], status: dict[str, str], which: str
 ) -> dict[str, Any]:
     stats = {name: summarize(values) for name, values in samples.items()}
-    moved = traffic(case.model, case.tokens).total
+    moved = least_bytes(case.model, case.tokens)
+    copied = stats[COPY].median if COPY in stats else None
     peer = fastest(stats, providers, "peer")
     return {
         "model": case.model.name,
@@ -48,6 +74,7 @@ def row_of(
         "bytes": moved,
         "us": {name: value.as_dict() for name, value in stats.items()},
         "gbps": {name: round(moved / value.median / 1e3, 1) for name, value in stats.items()},
+        "of_copy": {name: round(copied / value.median, 4) for name, value in stats.items()} if copied else {},
         "best_peer": peer[0] if peer else None,
         "samples": {name: rounded(values) for name, values in samples.items()},
     }
@@ -58,20 +85,24 @@ def run(cases: list[Case], providers: list[Provider], runner: Runner) -> None:
     bandwidth, l2 = timing.copy_bandwidth(), timing.l2_bytes()
     report.summary["copy_bytes_per_second"] = bandwidth
     names = [p.name for p in providers]
-    widths = [15, 7, 5, *(max(8, len(name)) for name in names), 6]
-    report.say(f"GB/s of the least bytes, medians; copy {bandwidth / 1e9:.0f} GB/s")
-    report.say(columns(["model", "tokens", "state", *names, "copy"], widths))
+    widths = [15, 7, 5, *(max(8, len(name)) for name in names), 6, 8]
+    report.say(
+        f"GB/s of the least bytes, medians; beside a copy of as many, and ours / that; copy of 1 GiB {bandwidth / 1e9:.0f} GB/s"
+    )
+    report.say(columns(["model", "tokens", "state", *names, COPY, "of copy"], widths))
 
     def one(case: Case) -> None:
-        # The reference would take long over the largest; 4096 tokens are several prompts' worth of pages.
-        small = Case(case.model, min(case.tokens, 4096), case.device)
+        # The reference would take long over the largest.
+        small = Case(case.model, min(case.tokens, SEQUENCE), case.device)
         status = runner.verified(providers, small, prefill=True, batches=())
         right = passed(providers, status)
         for sets in (sets_for(case.model, case.tokens, l2), 1):
             samples = measure(case, sets, right, runner)
             row = row_of(case, samples, right, status, state(case.model, case.tokens, sets, l2))
             speeds = [cell(f"{row['gbps'][n]:.0f}" if n in row["gbps"] else None, status, n) for n in names]
-            cells = [case.model.name, str(case.tokens), row["state"], *speeds, f"{bandwidth / 1e9:.0f}"]
+            share = row["of_copy"].get(OURS[0])
+            tail = [f"{row['gbps'][COPY]:.0f}" if COPY in row["gbps"] else "-", f"{share:.3f}" if share else "-"]
+            cells = [case.model.name, str(case.tokens), row["state"], *speeds, *tail]
             report.add(row, columns(cells, widths))
 
     runner.each(cases, one)

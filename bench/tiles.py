@@ -10,7 +10,7 @@ from typing import Any
 
 from bench import timing
 from bench.buffers import Case, Layer, Meta, context_for, decode_meta, make_layers, prefill_meta
-from bench.prefill import sets_for
+from bench.prefill import SEQUENCE, least_bytes, sets_for
 from bench.providers import load, need
 from bench.report import columns
 from bench.runner import Runner
@@ -75,7 +75,7 @@ def prefill_call(case: Case, meta: Meta, geometry: Any) -> Callable[[Layer], Cal
 def kind(case: Case, prefill: bool) -> tuple[Meta, int, Callable, Callable]:
     """Metadata, buffer sets, and for this kernel the geometries to try and how to call it."""
     if prefill:
-        meta, sets = prefill_meta(case, min(case.tokens, 4096), 0), sets_for(case.model, case.tokens, timing.l2_bytes())
+        meta, sets = prefill_meta(case, min(case.tokens, SEQUENCE), 0), sets_for(case.model, case.tokens, timing.l2_bytes())
         return meta, sets, prefill_tiles, prefill_call
     return decode_meta(case, context_for(case, DECODE_LAYERS), 0), DECODE_LAYERS, decode_tiles, decode_call
 
@@ -103,7 +103,7 @@ def measure(case: Case, prefill: bool, runner: Runner) -> dict[str, Any]:
     right = right_ones(calls, same, runner, case, "not the bits of the chosen tile")
     ways = {name: lambda i, call=calls[name]: call(layers[i]) for name in right}
     timed = time_ways(ways, sets, runner, case, target_us=200.0)
-    moved = traffic(case.model, case.tokens).total
+    moved = least_bytes(case.model, case.tokens) if prefill else traffic(case.model, case.tokens).total
     return {"model": case.model.name, "shape": case.model.shape, "tokens": case.tokens, "bytes": moved, **timed}
 
 

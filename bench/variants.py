@@ -12,13 +12,13 @@ from torch import Tensor
 
 from bench import timing
 from bench.buffers import Case, Layer, cos_sin_table, make_layers, prefill_meta
-from bench.prefill import sets_for
+from bench.prefill import SEQUENCE, least_bytes, sets_for
 from bench.providers import need
 from bench.report import columns
 from bench.runner import Runner
 from bench.sweep import Way, right_ones, time_ways
 from bench.verify import equal
-from bench.workloads import Model, traffic
+from bench.workloads import Model
 
 TOKENS = (16384, 131072)
 
@@ -59,7 +59,7 @@ def prefill_ways(model: Model, tokens: int, sets: int, device: torch.device) -> 
     for variant in PREFILL:
         shape = Model(variant.name, model.num_q_heads, model.num_kv_heads, variant.head_dim, model.hidden)
         case = Case(shape, tokens, device, variant.dtype)
-        meta = prefill_meta(case, min(tokens, 4096), 0)
+        meta = prefill_meta(case, min(tokens, SEQUENCE), 0)
         table = cos_sin_table(variant.rotary_dim, 8192, device)
         layers = make_layers(case, meta, sets, 0)
 
@@ -76,14 +76,14 @@ def prefill_ways(model: Model, tokens: int, sets: int, device: torch.device) -> 
             call(ours, got)()
             return all(equal(a, b) for a, b in zip(vars(got).values(), vars(want).values(), strict=True))
 
-        moved = traffic(shape, tokens, rotary_dim=variant.rotary_dim).total
+        moved = least_bytes(shape, tokens, variant.rotary_dim)
         yield Timed(variant.name, moved, lambda i, call=call, layers=layers: call(ours, layers[i]), right)
 
 
 def layout_ways(model: Model, tokens: int, sets: int, device: torch.device) -> Iterator[Timed]:
     """`apply_rope` of Q alone into another tensor, heads inside or outside of the sequence."""
     ours, reference = (need(name, "apply_rope") for name in ("decode_rope", "decode_rope.reference"))
-    heads, dim, batch = model.num_q_heads, model.head_dim, max(1, tokens // 4096)
+    heads, dim, batch = model.num_q_heads, model.head_dim, max(1, tokens // SEQUENCE)
     sequence = tokens // batch
     table = cos_sin_table(dim, 8192, device)
     generator = torch.Generator(device=device).manual_seed(0)
@@ -101,7 +101,7 @@ def layout_ways(model: Model, tokens: int, sets: int, device: torch.device) -> I
             call(reference, xs[0], want)()
             return equal(got, want)
 
-        moved = tokens * (2 * heads * dim * 2 + 4 * dim)
+        moved = tokens * 2 * heads * dim * 2 + sequence * 4 * dim
         yield Timed(name, moved, lambda i, call=call, xs=xs, outs=outs: call(ours, xs[i], outs[i]), right)
 
 

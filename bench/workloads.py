@@ -72,16 +72,23 @@ class Traffic:
 
 
 def traffic(
-    model: Model, tokens: int, *, element_size: int = 2, out_element_size: int | None = None, rotary_dim: int | None = None
+    model: Model,
+    tokens: int,
+    *,
+    element_size: int = 2,
+    out_element_size: int | None = None,
+    rotary_dim: int | None = None,
+    sequence: int | None = None,
 ) -> Traffic:
     """Least bytes of one rotate-and-append call of `tokens` tokens, paged by a block table; all of a head turns, or
     `rotary_dim` elements of it.
 
-    Read: what turns of Q, K and V rows, one fp32 cos/sin row, one int64 position and one int32 page a token.
+    Read: what turns of Q, K and V rows, one int64 position and one int32 page a token, one fp32 cos/sin row a token, or, where
+    all tokens are at the first `sequence` positions, a row for each of these.
     Written: what turns of Q, the K row and the V row, in `out_element_size` bytes an element (1 for an fp8 cache and Q).
     """
     out = element_size if out_element_size is None else out_element_size
     turning = model.head_dim if rotary_dim is None else rotary_dim
     row = model.num_q_heads * turning + 2 * model.num_kv_heads * model.head_dim
-    metadata = turning * 4 + 8 + 4
-    return Traffic(read=tokens * (row * element_size + metadata), written=tokens * row * out)
+    angles = turning * 4 * (tokens if sequence is None else min(tokens, sequence))
+    return Traffic(read=tokens * (row * element_size + 8 + 4) + angles, written=tokens * row * out)

@@ -11,10 +11,9 @@ from .geometry import power_of_two
 
 _WARPS = 4
 _THREADS = 32 * _WARPS
-# In flight per thread; with 32 warps on a multiprocessor that is 64 KiB, twice what hides an H200's memory latency. Heads of 64
-# reread their angles more often and take twice as much: 3 % faster at 64/8/64 (H200, 16,384 tokens).
+# Q's loop keeps 64 bytes in flight per thread. Against tiles of 4 heads that is 0.5 to 3 % (H200: 32/8/128, 64/8/64, 8/1/128).
 _BYTES_PER_THREAD = 64
-_MOST_HEADS = 4
+_MOST_HEADS = 8
 
 
 class Tiles(NamedTuple):
@@ -35,7 +34,7 @@ class PrefillGeometry(NamedTuple):
     q: Tiles
     kv: Tiles
     num_warps: int = _WARPS
-    pdl: bool = False
+    pdl: bool = True
 
     def programs(self, num_tokens: int, num_q_heads: int, num_kv_heads: int, writes_cache: bool) -> int:
         """Programs of a launch: Q tiles, K tiles and as many V tiles for every stretch of tokens that holds
@@ -61,7 +60,7 @@ def prefill_geometry(
 ) -> PrefillGeometry:
     """The launch of a prefill. `num_kv_heads` is 0 when only Q rotates, `rotary_dim` 0 when nothing does."""
     q = plain_tiles(num_q_heads, head_dim, rotary_dim, itemsize, aligned)
-    kv = plain_tiles(num_kv_heads, head_dim, rotary_dim, itemsize, aligned) if num_kv_heads else q
+    kv = plain_tiles(num_kv_heads, head_dim, rotary_dim, itemsize, aligned)._replace(loop=1) if num_kv_heads else q
     return PrefillGeometry(q, kv)
 
 
@@ -76,7 +75,6 @@ def plain_tiles(num_heads: int, head_dim: int, rotary_dim: int, itemsize: int, a
     heads = min(num_heads & -num_heads, _MOST_HEADS, rows // 2)
     loop = 1
     in_flight = rows * width * itemsize // _THREADS
-    most = _BYTES_PER_THREAD * (2 if width <= 64 else 1)
-    while aligned and 2 * loop * in_flight <= most and num_heads % (2 * loop * heads) == 0:
+    while aligned and 2 * loop * in_flight <= _BYTES_PER_THREAD and num_heads % (2 * loop * heads) == 0:
         loop *= 2
     return Tiles(rows // heads, heads, loop)

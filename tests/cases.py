@@ -214,6 +214,14 @@ class _Builder:
         return view
 
 
+def moved(x, device):
+    """A tensor in memory of `device` laid out alike, which `Tensor.to` does not promise; anything else as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    memory = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return memory.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 def finite(shape, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Ordinary numbers, tiny and large ones, both zeros: nothing that makes a NaN when rotated."""
     x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-8, 8, shape, generator=generator).float())

@@ -39,7 +39,7 @@ def resources(kernel, arch: int) -> dict[str, int]:
 
 def accesses(kernel, kind: str) -> list[int]:
     """Bits of every global `ld` or `st` in the PTX."""
-    found = re.findall(rf"{kind}\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfu](\d+)", kernel.asm["ptx"])
+    found = re.findall(rf"{kind}\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bfu](\d+)", kernel.asm["ptx"])
     return [int(bits) * int(count or 1) for count, bits in found]
 
 

@@ -15,6 +15,8 @@ import os
 import pytest
 
 os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(os.path.dirname(__file__), "..", ".pytest_cache", "triton"))
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core: threads inside each would only fight over them
+    os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
 
 import torch
 import triton
@@ -38,11 +40,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif item.get_closest_marker("kernel") and not ON_GPU and not INTERPRETED:
             item.add_marker(pytest.mark.skip(reason="runs in the interpreter lane"))
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # under xdist the longest must not begin last
 
 
 def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
-        everywhere = ON_GPU and metafunc.definition.get_closest_marker("anywhere")
+        marked = metafunc.definition.get_closest_marker
+        everywhere = ON_GPU and marked("anywhere") and not marked("gpu")
         names = ["cpu", "cuda:0"] if everywhere else ["cuda:0" if ON_GPU else "cpu"]
         metafunc.parametrize("device", [torch.device(name) for name in names], ids=str)
 
@@ -59,6 +63,14 @@ def fake_driver(monkeypatch):
     from fake_driver import FakeDriver
 
     return FakeDriver().install(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def room_on_the_gpu():
+    """Processes of tests share a GPU: what a large test leaves in PyTorch's cache is another one's failure."""
+    yield
+    if ON_GPU and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

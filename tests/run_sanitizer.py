@@ -20,7 +20,6 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # else a stray access would land in somebody's cached block
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
@@ -251,8 +250,9 @@ def start_child(tool_path: str, tool: str, mode: str, directory: str) -> tuple[s
     log = Path(directory) / f"{tool}-{mode}.log"
     command = [tool_path, "--tool", tool, *TOOLS[tool], "--target-processes", "application-only", "--report-api-errors", "no"]
     command += [sys.executable, str(Path(__file__).resolve()), "--child", tool, "--mode", mode]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else a stray access would land in a cached block
     with log.open("w") as output:
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT), log
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment), log
 
 
 def read_report(tool: str, mode: str, code: int | None, text: str) -> dict:

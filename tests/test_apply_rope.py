@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import FLOATS, bits
+from cases import FLOATS, bits, moved
 from conftest import ON_GPU
 
 import decode_rope
@@ -272,7 +272,7 @@ ERRORS = [
 @pytest.mark.parametrize(("error", "message", "change"), ERRORS, ids=[message for _, message, _ in ERRORS])
 def test_bad_arguments_are_named(error, message, change, device):
     arguments = dict(x=randn(*X, device=device), cos_sin_cache=table(32, device)) | {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in change.items()
+        name: moved(value, device) for name, value in change.items()
     }
     before = arguments["x"].clone() if isinstance(arguments["x"], torch.Tensor) else None
     with pytest.raises(error, match=message):

@@ -322,6 +322,7 @@ def test_prefill_reports_bandwidth_in_both_states(on_cpu, report, runner):
     assert [(row["tokens"], row["state"]) for row in report.rows] == [(5, "warm"), (5, "hot"), (40, "warm"), (40, "hot")]
     row = report.rows[0]
     assert row["gbps"]["eager"] == pytest.approx(row["bytes"] / row["us"]["eager"]["median"] / 1e3, abs=0.2)
+    assert row["of_copy"]["eager"] == pytest.approx(row["us"]["copy"]["median"] / row["us"]["eager"]["median"], abs=1e-3)
 
 
 def sdpa(case, meta):
@@ -496,3 +497,11 @@ def test_the_readme_shows_the_results_file():
     found = summary.load()
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     assert f"{summary.caption(found)}\n\n{summary.table(found)}\n" in readme
+
+
+def test_long_workloads_of_the_profiler_are_prefills(runner):
+    for tokens, name in ((40, "ours"), (ncu.MOST_DECODE + 1, "ours-prefill")):
+        (provider,), meta = ncu.workload(Case(workloads.TINY, tokens), ["ours"], runner)
+        assert provider.name == name and meta.positions.numel() == tokens
+    row = ncu.row_of("llama-3-8b", 10_000, "ours-prefill", [])
+    assert sum(row["counted"].values()) == prefill.least_bytes(workloads.MODELS["llama-3-8b"], 10_000)

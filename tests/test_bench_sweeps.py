@@ -8,7 +8,7 @@ import torch
 from test_bench import CPU, CpuGraph, on_cpu, report, runner  # noqa: F401
 
 import decode_rope
-from bench import driver, everything, sweep, tiles, variants, waves, workloads
+from bench import driver, everything, prefill, sweep, tiles, variants, waves, workloads
 from bench.__main__ import build_parser, main
 from bench.buffers import Case
 
@@ -68,6 +68,22 @@ def test_bytes_of_a_partial_rotation():
     assert whole == workloads.traffic(model, 3, rotary_dim=128)
     assert half.written == 3 * (32 * 64 + 16 * 128) * 2
     assert half.read == half.written + 3 * (64 * 4 + 8 + 4)
+
+
+def test_prefill_counts_angles_once_a_position():
+    model = workloads.MODELS["llama-3-8b"]
+    rows = 2 * (32 + 2 * 8) * 128 * 2 + 8 + 4
+    assert prefill.least_bytes(model, 10) == 10 * (rows + 128 * 4)
+    assert prefill.least_bytes(model, 10_000) == 10_000 * rows + 4096 * 128 * 4
+    assert prefill.least_bytes(model, 10_000, 64) == 10_000 * (rows - 2 * 32 * 64 * 2) + 4096 * 64 * 4
+
+
+def test_a_copy_of_any_size_is_whole(monkeypatch):
+    monkeypatch.setattr(prefill, "_PIECE", 16)
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of: copied.append((to.numel(), of.numel())))
+    prefill.copy_call(2 * 40, CPU)()
+    assert copied == [(16, 16), (16, 16), (8, 8)]
 
 
 @pytest.mark.parametrize("prefill", [False, True])

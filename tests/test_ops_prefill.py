@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from cases import Case, Spec, assert_same_storages, build, no_faults, run
+from cases import Case, Spec, assert_same_storages, build, moved, no_faults, run
 from test_compile import inductor
 from test_ops import Recorder, fresh_dynamo  # noqa: F401
 
@@ -59,7 +59,7 @@ def test_opcheck(name, device):
 
 
 def to(case: Case, device) -> Case:
-    case.options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in case.options.items()}
+    case.options = {name: moved(x, device) for name, x in case.options.items()}
     return case
 
 

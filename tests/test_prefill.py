@@ -1,8 +1,10 @@
 """Prefill: the reference's bytes for ragged batches in every layout, T decode steps' bytes for T tokens, and skipped rows."""
 
+from itertools import pairwise
+
 import pytest
 import torch
-from cases import ACTIVATIONS, CACHES, FLOATS, Case, Spec, assert_same_storages, bits, build, no_faults, run
+from cases import ACTIVATIONS, CACHES, FLOATS, Case, Spec, assert_same_storages, bits, build, moved, no_faults, run
 from conftest import ON_GPU
 from guarded_memory import signal_of, walled
 
@@ -136,7 +138,7 @@ def _decode_one(case: Case, token: int) -> None:
 
 @pytest.mark.kernel
 def test_tokens_per_request_and_slot_mapping_as_in_decode(device):
-    spec = Spec(POSITIONS[:8], [[5, 2, 0], [0, 6, 3]], tokens_per_request=4)
+    spec = Spec(list(range(8)), [[5, 2, 0], [0, 6, 3]], tokens_per_request=4)
     one_request = spec.but(tokens_per_request=2**32 + 1)
     slots = Spec(POSITIONS, slots=SLOTS)
     for case in (build(x, device) for x in (spec, one_request, slots, Spec([3, 1], slots=[]))):
@@ -403,7 +405,7 @@ ERRORS = [
 @pytest.mark.parametrize(("error", "message", "change"), ERRORS, ids=[message for _, message, _ in ERRORS])
 def test_bad_arguments_are_named_and_nothing_is_written(error, message, change, device):
     case = ragged(device)
-    spoilt = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in change(case).items()}
+    spoilt = {name: moved(value, device) for name, value in change(case).items()}
     before = case.clone()
     with pytest.raises(error, match=message):
         rope_append_prefill(**(case.arguments() | spoilt))
@@ -498,7 +500,10 @@ class TestOnAGpu:
                 rope_append_prefill(**static.arguments())
         replays = [(CU_SEQLENS, BLOCK_TABLE, 1), ([0, 1, 4, 18, 18], BLOCK_TABLE[::-1], 2), ([3, 3, 3, 9, 20], BLOCK_TABLE, 3)]
         for cu_seqlens, block_table, seed in replays:
-            fresh = ragged(device, RAGGED.but(block_table=block_table, seed=seed), cu_seqlens)
+            lengths = [b - a for a, b in pairwise(cu_seqlens)]
+            positions = [33] * cu_seqlens[0] + [seed + step for length in lengths for step in range(length)]
+            positions += [33] * (len(POSITIONS) - len(positions))
+            fresh = ragged(device, RAGGED.but(positions=positions, block_table=block_table, seed=seed), cu_seqlens)
             for name, storage in fresh.storages.items():
                 static.storages[name].copy_(storage)
             static.options["cu_seqlens_q"].copy_(fresh.options["cu_seqlens_q"])

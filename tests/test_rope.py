@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import moved
 
 from decode_rope.registry import NativeRoPEOp, TritonRoPEOp, get_op
 
@@ -171,7 +172,7 @@ BAD = [
 @pytest.mark.parametrize(("error", "message", "change"), BAD, ids=[message for _, message, _ in BAD])
 def test_bad_arguments_are_named(backend, error, message, change, device):
     arguments = dict(x=torch.zeros(1, 2, 3, 16), positions=torch.zeros(3, dtype=torch.int64), theta=1e6) | change
-    arguments = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    arguments = {name: moved(value, device) for name, value in arguments.items()}
     for function in (get_op("rope", backend).forward, get_op("rope", backend).forward_fp32):
         with pytest.raises(error, match=message):
             function(**arguments)

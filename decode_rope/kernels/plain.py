@@ -38,6 +38,9 @@ INTEGERS = (
     "stride_out_h",
 )
 _PAST_ANY = tl.constexpr(2**32 - 1)
+# What comes by only once should not push anything else out of the L2 cache: loads and stores so marked are 1 to 3 % faster (H200,
+# 16,384 and 131,072 tokens); either of them alone is not.
+STREAM = tl.constexpr(True)
 
 
 @triton.jit
@@ -54,9 +57,9 @@ def load_heads(
         _token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
         row = row_pointers(ptr, base + head * stride_h, ALIGN)
         if R > 0:
-            pairs += (load_pairs(row, ok, R, NEOX),)
+            pairs += (load_pairs(row, ok, R, NEOX, STREAM),)
         if TAIL:
-            tails += (load_span(row, ok, R, D - R),)
+            tails += (load_span(row, ok, R, D - R, STREAM),)
     return pairs, tails
 
 
@@ -73,11 +76,11 @@ def store_heads(
         row = row_pointers(ptr, base + head * stride_h, ALIGN)
         if R > 0:
             # Two masked stores, for a select after rounding costs the packed conversions to bf16.
-            store_pairs(row, ok & turn, turned[i][0], turned[i][1], R, NEOX)
+            store_pairs(row, ok & turn, turned[i][0], turned[i][1], R, NEOX, STREAM)
             if OUT:
-                store_pairs(row, ok & (turn == 0), pairs[i][0], pairs[i][1], R, NEOX)
+                store_pairs(row, ok & (turn == 0), pairs[i][0], pairs[i][1], R, NEOX, STREAM)
         if TAIL:
-            store_span(row, ok, tails[i], R, D - R)
+            store_span(row, ok, tails[i], R, D - R, STREAM)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .plain import load_angles, load_heads, past_table, rotate_heads, store_heads
+from .plain import STREAM, load_angles, load_heads, past_table, rotate_heads, store_heads
 from .rotation import POSITION, locate, report_faults, row_pointers, store_pairs, store_span, tile_rows
 
 POINTERS = (
@@ -124,9 +124,9 @@ def _store_rows(
         token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
         row = row_pointers(cache_ptr, slot + head * stride_h, ALIGN)
         if R > 0:
-            store_pairs(row, ok & writes, pairs[i][0], pairs[i][1], R, NEOX)
+            store_pairs(row, ok & writes, pairs[i][0], pairs[i][1], R, NEOX, STREAM)
         if R < D:
-            store_span(row, ok & writes, tails[i], R, D - R)
+            store_span(row, ok & writes, tails[i], R, D - R, STREAM)
     if REPORT:
         token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
         report_faults(faults_ptr, token, kind, value, group, head, BT)

@@ -44,48 +44,53 @@ def widen(x, SOFT: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(row_ptr, row_ok, R: tl.constexpr, NEOX: tl.constexpr):
-    """The two members of every rotated pair, each `[ROWS, next_power_of_2(R/2)]`."""
+def load_pairs(row_ptr, row_ok, R: tl.constexpr, NEOX: tl.constexpr, STREAM: tl.constexpr = False):
+    """The two members of every rotated pair, each `[ROWS, next_power_of_2(R/2)]`. STREAM, here and below: more bytes go by than a
+    cache holds."""
+    FIRST_OUT: tl.constexpr = "evict_first" if STREAM else ""
     HALF: tl.constexpr = R // 2
     P: tl.constexpr = triton.next_power_of_2(HALF)
     if NEOX:
         d = tl.arange(0, P)[None, :]
         ok = row_ok & (d < HALF)
-        x1 = tl.load(row_ptr + d, mask=ok, other=0.0)
-        x2 = tl.load(row_ptr + HALF + d, mask=ok, other=0.0)
+        x1 = tl.load(row_ptr + d, mask=ok, other=0.0, eviction_policy=FIRST_OUT)
+        x2 = tl.load(row_ptr + HALF + d, mask=ok, other=0.0, eviction_policy=FIRST_OUT)
         return x1, x2
     else:
         d = tl.arange(0, 2 * P)[None, :]
-        x = tl.load(row_ptr + d, mask=row_ok & (d < R), other=0.0)
+        x = tl.load(row_ptr + d, mask=row_ok & (d < R), other=0.0, eviction_policy=FIRST_OUT)
         return tl.split(tl.reshape(x, [x.shape[0], P, 2]))
 
 
 @triton.jit
-def store_pairs(row_ptr, row_ok, y1, y2, R: tl.constexpr, NEOX: tl.constexpr):
+def store_pairs(row_ptr, row_ok, y1, y2, R: tl.constexpr, NEOX: tl.constexpr, STREAM: tl.constexpr = False):
+    MODIFIER: tl.constexpr = ".cs" if STREAM else ""
     HALF: tl.constexpr = R // 2
     P: tl.constexpr = triton.next_power_of_2(HALF)
     if NEOX:
         d = tl.arange(0, P)[None, :]
         ok = row_ok & (d < HALF)
-        tl.store(row_ptr + d, y1, mask=ok)
-        tl.store(row_ptr + HALF + d, y2, mask=ok)
+        tl.store(row_ptr + d, y1, mask=ok, cache_modifier=MODIFIER)
+        tl.store(row_ptr + HALF + d, y2, mask=ok, cache_modifier=MODIFIER)
     else:
         d = tl.arange(0, 2 * P)[None, :]
         y = tl.reshape(tl.join(y1, y2), [y1.shape[0], 2 * P])
-        tl.store(row_ptr + d, y, mask=row_ok & (d < R))
+        tl.store(row_ptr + d, y, mask=row_ok & (d < R), cache_modifier=MODIFIER)
 
 
 @triton.jit
-def load_span(row_ptr, row_ok, START: tl.constexpr, N: tl.constexpr):
+def load_span(row_ptr, row_ok, START: tl.constexpr, N: tl.constexpr, STREAM: tl.constexpr = False):
     """Elements START … START + N of every row, `[ROWS, next_power_of_2(N)]`, in their own dtype."""
     d = tl.arange(0, triton.next_power_of_2(N))[None, :]
-    return tl.load(row_ptr + START + d, mask=row_ok & (d < N), other=0.0)
+    FIRST_OUT: tl.constexpr = "evict_first" if STREAM else ""
+    return tl.load(row_ptr + START + d, mask=row_ok & (d < N), other=0.0, eviction_policy=FIRST_OUT)
 
 
 @triton.jit
-def store_span(row_ptr, row_ok, x, START: tl.constexpr, N: tl.constexpr):
+def store_span(row_ptr, row_ok, x, START: tl.constexpr, N: tl.constexpr, STREAM: tl.constexpr = False):
+    MODIFIER: tl.constexpr = ".cs" if STREAM else ""
     d = tl.arange(0, triton.next_power_of_2(N))[None, :]
-    tl.store(row_ptr + START + d, x, mask=row_ok & (d < N))
+    tl.store(row_ptr + START + d, x, mask=row_ok & (d < N), cache_modifier=MODIFIER)
 
 
 @triton.jit
