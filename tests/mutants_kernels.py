@@ -165,7 +165,7 @@ FAULTS = {
     "kernels/plain.py": [
         Fault("s = -s", "s = s", "backwards is forwards", fast=True),
         Fault("store_pairs(row, ok & turn, turned", "store_pairs(row, ok, turned", "padding rows turn"),
-        Fault("                store_pairs(row, ok & (turn == 0), pairs[i][0], pairs[i][1], R, NEOX, STREAM)", "                pass",
+        Fault("store_pairs(row, ok & (turn == 0), pairs[i]", "store_pairs(row, ok & (head < 0), pairs[i]",
               "padding rows of an output are left unwritten"),
         Fault("tl.where(pos >= max_position, pos, -1)", "tl.where(pos > max_position, pos, -1)",
               "the first position past the table is good"),
