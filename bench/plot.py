@@ -32,7 +32,7 @@ def panels(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _look(name: str) -> tuple[str | None, float]:
-    kind = "ours" if name.startswith("ours") else "floor" if name.startswith("empty") else "peer"
+    kind = "ours" if name.startswith("ours") else "floor" if name.startswith(("empty", "copy")) else "peer"
     return _LOOKS[kind]
 
 
@@ -43,9 +43,10 @@ def draw(report: dict[str, Any], path: str) -> None:
         ImportError: matplotlib is missing; it comes with the extra `bench`.
         UsageError: this mode has nothing to draw.
     """
-    key = _KEYS.get(report["mode"])
+    key = _KEYS.get(report.get("mode"))
     if key is None or not report["rows"]:
-        raise UsageError(f"plot: expected rows of {', '.join(_KEYS)}; got {len(report['rows'])} of {report['mode']}")
+        held = f"{len(report.get('rows', ()))} of {report.get('mode')}"
+        raise UsageError(f"plot: expected rows of {', '.join(_KEYS)}; got {held}")
     try:
         import matplotlib
     except ImportError as error:

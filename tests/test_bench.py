@@ -207,6 +207,16 @@ def test_choosing_peers_and_missing_packages():
         providers.need("json", "x")
 
 
+def test_a_package_that_lacks_something_says_what(tmp_path, monkeypatch):
+    """And not that another release's module is not there."""
+    (tmp_path / "half_installed").mkdir()
+    (tmp_path / "half_installed" / "__init__.py").touch()
+    (tmp_path / "half_installed" / "rope.py").write_text("import what_it_needs")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert providers.missing(("half_installed.rope", "half_installed.old.rope")).endswith("No module named 'what_it_needs'")
+    assert "half_installed.old" in providers.missing(("half_installed.new", "half_installed.old.rope"))
+
+
 @pytest.mark.parametrize(
     ("name", "prefilling"),
     [
@@ -373,8 +383,8 @@ def test_step_compares_whole_steps_and_rejects_a_wrong_one(on_cpu, report, runne
     network = Network("tiny", 2, workloads.TINY, 32, qk_norm=True)
     step.run([network], [2], ["reference"], runner)
     (row,) = report.rows
-    assert set(row["us"]) == {"eager", "ours", "ours-meta", "reference"}
-    assert set(row["saved_us"]) == {"ours", "ours-meta", "reference"} and report.skipped == {}
+    assert set(row["us"]) == {"eager", "ours", "ours-plain", "ours-meta", "reference"}
+    assert set(row["saved_us"]) == {"ours", "ours-plain", "ours-meta", "reference"} and report.skipped == {}
     right = step.agreeing({"a": lambda: torch.ones(4), "b": lambda: torch.full((4,), 1.1)}, runner, "here")
     assert list(right) == ["a"]
 

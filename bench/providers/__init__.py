@@ -88,19 +88,26 @@ def choose(ours: tuple[str, ...], asked: list[str] | None) -> list[Provider]:
     return [load(name) for name in dict.fromkeys((*ours, *peers))]
 
 
+class Absent(str):
+    """Why a module cannot be imported: it is not there, which in another release of its package it may be."""
+
+
 @functools.cache
 def _import(package: str) -> ModuleType | str:
     """The module, or why it cannot be imported; a broken install is tried once, not once a case."""
     try:
         return importlib.import_module(package)
     except Exception as error:  # a broken install raises anything
-        return f"import {package}: {type(error).__name__}: {first_line(error)}"
+        absent = isinstance(error, ModuleNotFoundError) and f"{package}.".startswith(f"{error.name}.")
+        return (Absent if absent else str)(f"import {package}: {type(error).__name__}: {first_line(error)}")
 
 
 def missing(modules: tuple[str, ...]) -> str | None:
-    """Why none of `modules` can be imported (of the last one), or None when one can."""
+    """Why none of `modules` can be imported, or None when one can: of the last one, or rather of one that is there."""
     found = [_import(module) for module in modules]
-    return None if any(not isinstance(module, str) for module in found) else found[-1]
+    if any(not isinstance(module, str) for module in found):
+        return None
+    return next((reason for reason in found if not isinstance(reason, Absent)), found[-1])
 
 
 def need(modules: str | tuple[str, ...], name: str) -> Any:
