@@ -24,7 +24,8 @@ TOKENS = (16384, 131072)
 
 
 class Variant(NamedTuple):
-    """One prefill: q and k of `head_dim`, of which `rotary_dim` turn; placed by slots, or by sequences and a block table."""
+    """One prefill: q and k of `head_dim`, of which `rotary_dim` turn; placed by slots, in shuffled pages or one after the other, or
+    by sequences and a block table."""
 
     name: str
     head_dim: int = 128
@@ -32,6 +33,7 @@ class Variant(NamedTuple):
     is_neox: bool = True
     dtype: torch.dtype = torch.bfloat16
     ragged: bool = False
+    in_order: bool = False
 
 
 PREFILL = (
@@ -41,6 +43,7 @@ PREFILL = (
     Variant("heads of 96", head_dim=96, rotary_dim=96),
     Variant("fp16", dtype=torch.float16),
     Variant("cu_seqlens", ragged=True),
+    Variant("slots in order", in_order=True),
 )
 LAYOUTS = ("[B, S, H, D]", "[B, H, S, D]")
 
@@ -65,7 +68,8 @@ def prefill_ways(model: Model, tokens: int, sets: int, device: torch.device) -> 
 
         def call(function, layer: Layer, meta=meta, table=table, variant=variant) -> Callable[[], object]:
             arguments = (*vars(layer).values(), table, meta.positions)
-            place = {"slot_mapping": meta.slots}
+            slots = torch.arange(tokens, device=device) if variant.in_order else meta.slots
+            place = {"slot_mapping": slots}
             if variant.ragged:
                 place = {"block_table": meta.block_table, "cu_seqlens_q": meta.starts}
             return lambda: function(*arguments, **place, is_neox=variant.is_neox)
