@@ -5,7 +5,7 @@ Results never depend on it; only time does.
 
 from typing import NamedTuple
 
-_FEW_ELEMENTS = 2**18  # of q, k and v together
+_FEW_ELEMENTS = 350_000  # of q, k and v together
 
 
 class Geometry(NamedTuple):
@@ -46,8 +46,9 @@ def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_d
 
     Measured on an H200 (Triton 3.6, bf16, 32/8/128, 8/1/128 and 64/8/64 heads, 1-1024 tokens, 2026-11-29): tiles that fill four
     warps with one 16-byte access a thread are within 4 % of the best from 650,000 elements on, and at any size when metadata is
-    read before the PDL wait. Up to 200,000 elements, where the wait comes first and its latency counts, one-warp tiles of a single
-    token win by 5-15 %. PDL wins at every size, by 0.5 µs a launch. The threshold lies between the sizes measured.
+    read before the PDL wait. Up to 330,000 elements, where the wait comes first and its latency counts, one-warp tiles of a single
+    token win by 0-15 %; at 390,000 (32/8/128, 64 tokens) they lose 4 %, at 490,000 (9/3/64, 512) 29 %. PDL wins at every size, by
+    0.5 µs a launch, where launches follow each other.
     """
     small = num_tokens * (num_q_heads + 2 * num_kv_heads) * head_dim <= _FEW_ELEMENTS
     warps = 1 if small and not metadata_ready else 4
