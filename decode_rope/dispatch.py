@@ -52,11 +52,12 @@ class PlanBook:
         return plan
 
     def run_checked(self, call, flags: tuple, given: tuple[Tensor, ...]) -> None:
-        """Run a call that passed every check, and keep its plan."""
-        device = call.q.device
+        """Run a call that passed every check, and keep its plan. The first tensor given says where, and whether there is anything
+        to do."""
+        device = given[0].device
         if runs_reference(device):
             self._run_on_cpu(call)
-        elif call.q.shape[0] > 0:
+        elif given[0].numel() > 0:
             key = _key(flags, given)
             plan = self._plans.get(key)
             if plan is None:

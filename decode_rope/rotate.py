@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import reference
 from .checks_prefill import check_apply
-from .dispatch import facts, runs_reference
+from .dispatch import PlanBook
 from .faults import fault_buffer
 from .geometry_prefill import Tiles, plain_tiles
 from .kernels.plain import plain_kernel
@@ -16,8 +16,6 @@ from .layout import lowest_bit, span
 from .variants import INTERPRETED, Variant, variant
 
 _WARPS = 4
-_MAX_PLANS = 8192
-_PLANS: dict[tuple, "PlainPlan"] = {}
 
 
 class Static(NamedTuple):
@@ -73,30 +71,34 @@ class Rotation(NamedTuple):
 class PlainPlan(Launch):
     """A launch for one set of shapes, strides, dtypes and flags, for whatever memory it is given."""
 
-    __slots__ = ("_align_bits", "_sizes", "_table_bits", "unaligned")
+    __slots__ = ("_align_bits", "_sizes", "_table_bits", "flags", "guard", "unaligned")
 
     def __init__(self, call: Rotation, compiled: Variant, grid: int, integers: tuple[int, ...]):
         super().__init__(compiled, grid, integers)
         self._align_bits = compiled.static.ALIGN - 1
         self._table_bits = compiled.static.ALIGN_TABLE - 1
         self._sizes = [end - start for start, end in map(span, (call.x, call.out))]
-        self.unaligned = None
+        self.flags = self.guard = self.unaligned = None
 
-    def submit(self, call: Rotation, checked: bool = False) -> bool:
+    def submit(self, call: Rotation) -> bool:
         """Launch, unless the addresses of this call ask for a closer look first; then do nothing and return
         False."""
+        delta = call.out.data_ptr() - call.x.data_ptr()
+        apart = delta == 0 or delta >= self._sizes[0] or -delta >= self._sizes[1]
+        if apart:
+            self.adopt(call)
+        return apart
+
+    def adopt(self, call: Rotation) -> None:
+        """Launch a call whose memory is known to be good."""
         tensors = call.kernel_tensors()
         addresses = tuple([x.data_ptr() for x in tensors])
-        delta = addresses[1] - addresses[0]
-        if not (checked or delta == 0 or delta >= self._sizes[0] or -delta >= self._sizes[1]):
-            return False
         plan = self
         if (addresses[0] | addresses[1]) & self._align_bits or addresses[2] & self._table_bits:
             if self.unaligned is None:
                 self.unaligned = _plan(call, self.variant.device, aligned=False)
             plan = self.unaligned
         plan.launch(tensors, addresses)
-        return True
 
 
 def _plan(call: Rotation, device: torch.device, *, aligned: bool = True) -> PlainPlan:
@@ -153,35 +155,45 @@ def _steps(x: Tensor, layout: str) -> tuple[int, int, int]:
     return (steps[0], steps[2], steps[1]) if layout == "HND" else steps
 
 
+def _run_reference(call: Rotation) -> None:
+    with torch.no_grad():
+        reference.apply_rope(
+            call.x, call.cos_sin, call.positions, is_neox=call.is_neox, axis_map=call.axis_map, inverse=call.inverse,
+            out=call.out, layout=call.layout, faults=fault_buffer(call.x.device) if call.report else None,
+        )  # fmt: skip
+
+
+def rotation_plans() -> PlanBook:
+    """An empty book for rotations."""
+    return PlanBook(_plan, _run_reference)
+
+
+_PLANS = rotation_plans()
+
+
 def rotate(x, out, cos_sin, positions, is_neox, axis_map, inverse, layout, *, report: bool, geometry=None) -> Tensor:
     """`apply_rope` without autograd."""
-    try:
-        key = (
-            facts(x), facts(cos_sin), facts(positions), facts(axis_map), facts(out), is_neox, inverse, layout, report, geometry,
-            out is not None and out.data_ptr() == x.data_ptr(), type(is_neox), type(inverse),  # 1 == True; checks refuse 1
-        )  # fmt: skip
-        plan = _PLANS.get(key)
-    except (AttributeError, TypeError):  # not tensors at all; the checks will say so
-        key = plan = None
+    everything = (x, cos_sin, positions, axis_map, None if out is x else out)
+    given = tuple([tensor for tensor in everything if tensor is not None])
+    flags = (
+        tuple([tensor is None for tensor in everything]), is_neox, inverse, layout, report, geometry,
+        _same_memory(x, out), type(is_neox), type(inverse),  # 1 == True; checks refuse 1
+    )  # fmt: skip
+    plan = _PLANS.find(flags, given)
     if plan is not None:
-        result = torch.empty_like(x) if out is None else out
-        if plan.submit(Rotation(x, result, cos_sin, positions, axis_map, is_neox, inverse, layout, report, geometry)):
-            return result
-    on_reference = isinstance(x, Tensor) and (runs_reference(x.device) or (x.dtype == torch.float64 and x.device.type == "cpu"))
-    check_apply(x, cos_sin, positions, is_neox, axis_map, inverse, out, layout, float64=on_reference)
-    result = torch.empty_like(x) if out is None else out
-    if on_reference:
-        with torch.no_grad():
-            return reference.apply_rope(
-                x, cos_sin, positions, is_neox=is_neox, axis_map=axis_map, inverse=inverse, out=result, layout=layout,
-                faults=fault_buffer(x.device) if report else None,
-            )  # fmt: skip
-    if x.numel() > 0:
-        call = Rotation(x, result, cos_sin, positions, axis_map, is_neox, inverse, layout, report, geometry)
-        if len(_PLANS) >= _MAX_PLANS:
-            _PLANS.clear()
-        plan = _PLANS.get(key)
-        if plan is None:
-            plan = _PLANS.setdefault(key, _plan(call, x.device))
-        plan.submit(call, checked=True)
-    return result
+        call = Rotation(x, torch.empty_like(x) if out is None else out, cos_sin, positions, axis_map, *flags[1:6])
+        if plan.submit(call):
+            return call.out
+    on_cpu = isinstance(x, Tensor) and x.device.type == "cpu"
+    check_apply(x, cos_sin, positions, is_neox, axis_map, inverse, out, layout, float64=on_cpu)
+    call = Rotation(x, torch.empty_like(x) if out is None else out, cos_sin, positions, axis_map, *flags[1:6])
+    if x.dtype == torch.float64:  # which no kernel takes
+        _run_reference(call)
+    else:
+        _PLANS.run_checked(call, flags, given)
+    return call.out
+
+
+def _same_memory(x, out) -> bool:
+    """Whether the result overwrites x. What is no tensor, the checks will say."""
+    return isinstance(x, Tensor) and isinstance(out, Tensor) and out.data_ptr() == x.data_ptr()

@@ -58,10 +58,10 @@ class FakeDriver:
         monkeypatch.setattr(variants, "_VARIANTS", {})
         monkeypatch.setattr(api, "_PLANS", dispatch.decode_plans())
         monkeypatch.setattr(dispatch_prefill, "_PLANS", dispatch_prefill.prefill_plans())
-        monkeypatch.setattr(rotate, "_PLANS", {})
+        monkeypatch.setattr(rotate, "_PLANS", rotate.rotation_plans())
         load = self.load
         monkeypatch.setattr(variants.Variant, "_load", lambda self, dtypes: load(self, dtypes))
-        for module in (dispatch, prepared, rotate):
+        for module in (dispatch, prepared):
             monkeypatch.setattr(module, "runs_reference", lambda device: False)
         for module in (launch, plan, plan_prefill, prepared):
             monkeypatch.setattr(module, "raw_stream", lambda device: self.stream)

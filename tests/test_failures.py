@@ -143,7 +143,7 @@ def test_prefill_and_apply_rope_fail_the_same_way(name, device, monkeypatch):
     with monkeypatch.context() as broken:
         gpu = (RealDriver() if device.type == "cuda" else FakeDriver()).install(broken)
         gpu.refuse_to_load = OUT_OF_MEMORY
-        plans = dispatch_prefill._PLANS._plans if name == "rope_append_prefill" else rotate._PLANS
+        plans = (dispatch_prefill if name == "rope_append_prefill" else rotate)._PLANS._plans
         before = set(plans)
         for _ in range(2):
             fails(call, case, start, torch.OutOfMemoryError, "out of memory")
