@@ -64,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     host.add_argument("--calls", nargs="+", metavar="CALL", help="only these ways of calling")
     host.set_defaults(run=_host)
     step = modes.add_parser("step", parents=[_common(240, 30)], help="a whole decode step of real models' sizes")
+    step.add_argument("--no-attention-pdl", action="store_true", help="attention waits for all before it (default: its own choice)")
     step.set_defaults(run=_step)
     ncu = modes.add_parser("ncu", parents=[_common(240, 1)], help="DRAM bytes counted by Nsight Compute")
     ncu.add_argument("--child", nargs="+", metavar="MODEL:TOKENS", help=argparse.SUPPRESS)
@@ -138,7 +139,8 @@ def _step(args: argparse.Namespace, runner: Runner) -> bool:
     from bench import step
 
     peers = [name for name in args.peers or () if name != "none"]
-    step.run(step.find_networks(args.model), _batches(args, step.BATCHES, (1, 64)), peers, runner)
+    pdl = False if args.no_attention_pdl else None
+    step.run(step.find_networks(args.model), _batches(args, step.BATCHES, (1, 64)), peers, runner, pdl)
     return True
 
 

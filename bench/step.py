@@ -98,12 +98,14 @@ def agreeing(steps: dict[str, Launch], runner: Runner, where: object) -> dict[st
     return right
 
 
-def measure(network: Network, batch: int, weights: list[Weights], providers: list[Provider], runner: Runner) -> dict[str, Any]:
+def measure(
+    network: Network, batch: int, weights: list[Weights], providers: list[Provider], runner: Runner, pdl: bool | None = None
+) -> dict[str, Any]:
     """One JSON row: microseconds a step by provider, and what each saves against the baseline."""
     case = Case(network.model, batch)
     meta = decode_meta(case, context_for(case, network.layers, most=1024), 0, full=True)
     layers = make_layers(case, meta, network.layers, 0, fill=True)
-    attention, attend = make_attention(case, meta)
+    attention, attend = make_attention(case, meta, pdl)
     by_name = {p.name: p for p in passed(providers, runner.verified(providers, case))}
 
     def build(name: str) -> Launch:
@@ -149,7 +151,8 @@ def line(row: dict[str, Any], names: list[str]) -> list[str]:
     return cells
 
 
-def run(networks: list[Network], batches: list[int], peers: list[str], runner: Runner) -> None:
+def run(networks: list[Network], batches: list[int], peers: list[str], runner: Runner, pdl: bool | None = None) -> None:
+    """`pdl`: of the attention; None is its own choice."""
     report = runner.report
     names = list(dict.fromkeys((BASELINE, *OURS, *peers)))
     others = [name for name in names if name != BASELINE]
@@ -162,7 +165,7 @@ def run(networks: list[Network], batches: list[int], peers: list[str], runner: R
         weights = make_weights(network, torch.bfloat16)
 
         def at(batch: int) -> None:
-            row = measure(network, batch, weights, providers, runner)
+            row = measure(network, batch, weights, providers, runner, pdl)
             report.add(row, columns(line(row, names), widths))
 
         runner.each(batches, at)

@@ -378,11 +378,13 @@ def test_step_compares_whole_steps_and_rejects_a_wrong_one(on_cpu, report, runne
     monkeypatch.setattr(transformer, "add_rms_norm", norm)
     monkeypatch.setattr(transformer, "silu_mul", silu_mul)
     monkeypatch.setattr(step, "head_rms_norm", head_norm)
-    monkeypatch.setattr(step, "make_attention", lambda case, meta: ("sdpa", sdpa(case, meta)))
+    asked = []
+    monkeypatch.setattr(step, "make_attention", lambda case, meta, pdl: asked.append(pdl) or ("sdpa", sdpa(case, meta)))
     monkeypatch.setattr(step, "BASELINE", "eager")
     network = Network("tiny", 2, workloads.TINY, 32, qk_norm=True)
-    step.run([network], [2], ["reference"], runner)
+    step.run([network], [2], ["reference"], runner, False)
     (row,) = report.rows
+    assert asked == [False]
     assert set(row["us"]) == {"eager", "ours", "ours-plain", "ours-meta", "reference"}
     assert set(row["saved_us"]) == {"ours", "ours-plain", "ours-meta", "reference"} and report.skipped == {}
     right = step.agreeing({"a": lambda: torch.ones(4), "b": lambda: torch.full((4,), 1.1)}, runner, "here")
