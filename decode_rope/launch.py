@@ -1,5 +1,7 @@
 """Launches of a compiled kernel: all but its addresses, and, of decode steps and prefills, which memory it may be given."""
 
+from collections.abc import Iterable
+
 import torch
 import triton
 from torch import Tensor
@@ -29,9 +31,10 @@ def with_stand_ins(own: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
 
 
 class Launch:
-    """A compiled kernel with everything but its addresses: grid, integer parameters, device, fault record."""
+    """A compiled kernel with everything but its addresses: grid, integer parameters, device, fault record. It may keep packed
+    launches, by addresses and the stream."""
 
-    __slots__ = ("device", "faults", "grid", "integers", "variant")
+    __slots__ = ("_ready", "device", "faults", "grid", "integers", "variant")
 
     def __init__(self, compiled: Variant, grid: int, integers: tuple[int, ...]):
         self.variant = compiled
@@ -39,6 +42,22 @@ class Launch:
         self.integers = integers
         self.device = compiled.device.index
         self.faults = fault_buffer(compiled.device)
+        self._ready = {}
+
+    def again(self, addresses: Iterable[int]) -> bool:
+        """Launch once more on the memory of a kept launch; False, and nothing done, if there is none."""
+        if not self._ready or launch_hooks or current_device() != self.device:
+            return False
+        packed = self._ready.get((*addresses, raw_stream(self.device)))
+        if packed is None:
+            return False
+        driver.launch(packed)
+        return True
+
+    def keep(self, addresses: Iterable[int], packed: tuple) -> None:
+        if len(self._ready) >= _MAX_KNOWN:
+            self._ready.clear()
+        self._ready[(*addresses, raw_stream(self.device))] = packed
 
     def launch(self, tensors: tuple[Tensor, ...], addresses: tuple[int, ...]) -> tuple | None:
         """Launch on the current stream of the kernel's device. `addresses` are those of `tensors`, in kernel
@@ -63,18 +82,17 @@ class AppendPlan(Launch):
 
     `flags` and `guard` say which calls the plan is for (`dispatch` sets them). `unaligned` is the plan for memory less aligned
     than this one needs, once there has been any. `_known` holds how q, k, v and the outputs, and how the two caches, have been
-    found to lie relative to each other without harm: slices of one tensor interleave, and `k_out` may be `k`. `_ready` holds
-    packed launches by the addresses of the call's own tensors and the stream, if the plan `_keeps` them.
+    found to lie relative to each other without harm: slices of one tensor interleave, and `k_out` may be `k`. Launches are kept
+    by the addresses of the call's own tensors, if the plan `_keeps` them.
     """
 
-    __slots__ = ("_align_bits", "_keeps", "_known", "_ranges", "_ready", "_table_bits", "flags", "guard", "unaligned")
+    __slots__ = ("_align_bits", "_keeps", "_known", "_ranges", "_table_bits", "flags", "guard", "unaligned")
 
     def __init__(self, call, compiled: Variant, grid: int, integers: tuple[int, ...]):
         super().__init__(compiled, grid, integers)
         self._align_bits = compiled.static.ALIGN - 1
         self._table_bits = compiled.static.ALIGN_TABLE - 1
         self._known = set()
-        self._ready = {}
         self._keeps = True
         self.flags = self.guard = self.unaligned = None
         groups = (*[_ROWS] * 5, *[_CACHES] * 2, *[_READ] * len(call.own_tensors()))
@@ -120,10 +138,8 @@ class AppendPlan(Launch):
     def _launch(self, call, addresses: tuple[int, ...]) -> None:
         packed = self.fitting(addresses, call).launch(call.kernel_tensors(), addresses)
         if packed is not None and self._keeps:
-            if len(self._ready) >= _MAX_KNOWN:
-                self._ready.clear()
             own = [addresses[i] for i, _, _ in self._ranges]
-            self._ready[(*own, raw_stream(self.device))] = packed
+            self.keep(own, packed)
 
     def _apart(self, addresses: tuple[int, ...]) -> bool:
         """Whether the call's own tensors lie in disjoint ranges, as far as they are not known to interleave, or

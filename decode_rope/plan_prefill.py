@@ -5,10 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import driver
 from .geometry_prefill import PrefillGeometry, prefill_geometry
 from .kernels.prefill import prefill_kernel
-from .launch import UNBOUNDED, AppendPlan, current_device, launch_hooks, raw_stream, with_stand_ins
+from .launch import UNBOUNDED, AppendPlan, with_stand_ins
 from .layout import cache_view, index_shape, lowest_bit, steps
 from .variants import INTERPRETED, pdl_supported, variant
 
@@ -95,13 +94,7 @@ class PrefillPlan(AppendPlan):
 
     def repeat(self, given: tuple[Tensor, ...]) -> bool:
         """Launch again on the memory of an earlier call; False, and nothing done, if there was none with it."""
-        if not self._ready or launch_hooks or current_device() != self.device:
-            return False
-        packed = self._ready.get((*[x.data_ptr() for x in given], raw_stream(self.device)))
-        if packed is None:
-            return False
-        driver.launch(packed)
-        return True
+        return self.again([x.data_ptr() for x in given])
 
     def less_aligned(self, call: PrefillCall) -> "PrefillPlan":
         return prefill_plan(call, self.variant.device, aligned=False)

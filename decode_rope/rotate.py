@@ -83,14 +83,17 @@ class PlainPlan(Launch):
     def submit(self, call: Rotation) -> bool:
         """Launch, unless the addresses of this call ask for a closer look first; then do nothing and return
         False."""
-        delta = call.out.data_ptr() - call.x.data_ptr()
+        addresses = [x.data_ptr() for x in call.kernel_tensors()]
+        if self.again(addresses):
+            return True
+        delta = addresses[1] - addresses[0]
         apart = delta == 0 or delta >= self._sizes[0] or -delta >= self._sizes[1]
         if apart:
             self.adopt(call)
         return apart
 
     def adopt(self, call: Rotation) -> None:
-        """Launch a call whose memory is known to be good."""
+        """Launch a call whose memory is known to be good, and remember it as such."""
         tensors = call.kernel_tensors()
         addresses = tuple([x.data_ptr() for x in tensors])
         plan = self
@@ -98,7 +101,9 @@ class PlainPlan(Launch):
             if self.unaligned is None:
                 self.unaligned = _plan(call, self.variant.device, aligned=False)
             plan = self.unaligned
-        plan.launch(tensors, addresses)
+        packed = plan.launch(tensors, addresses)
+        if packed is not None:
+            self.keep(addresses, packed)
 
 
 def _plan(call: Rotation, device: torch.device, *, aligned: bool = True) -> PlainPlan:

@@ -11,7 +11,7 @@ import itertools
 import torch
 from fake_kernels import KERNELS, Loaded, execute, is_aligned
 
-from decode_rope import api, dispatch, dispatch_prefill, driver, launch, plan, plan_prefill, prepared, rotate, variants
+from decode_rope import api, dispatch, dispatch_prefill, driver, launch, plan, prepared, rotate, variants
 
 INVALID_VALUE, MISALIGNED_ADDRESS = 1, 716  # as in cuda.h
 SCRATCH = 2  # trailing parameters of Triton's own, as on a GPU
@@ -63,7 +63,7 @@ class FakeDriver:
         monkeypatch.setattr(variants.Variant, "_load", lambda self, dtypes: load(self, dtypes))
         for module in (dispatch, prepared):
             monkeypatch.setattr(module, "runs_reference", lambda device: False)
-        for module in (launch, plan, plan_prefill, prepared):
+        for module in (launch, plan, prepared):
             monkeypatch.setattr(module, "raw_stream", lambda device: self.stream)
             monkeypatch.setattr(module, "current_device", lambda: self.device)
         for module in (plan, prepared):

@@ -4,10 +4,6 @@ from mutant import APPLY, DECODE, FAILURES, GPU, LAYOUTS, OLD_CALLS, PACKED, PAC
 
 FAULTS = {
     "plan_prefill.py": [
-        Fault("self._ready.get((*[x.data_ptr() for x in given], raw_stream(self.device)))",
-              "next(iter(self._ready.values()))", "a packed prefill is launched for any memory", lane=PLAIN, fast=True),
-        Fault("or launch_hooks or current_device() != self.device", "or current_device() != self.device",
-              "a profiler does not see packed prefills", lane=PLAIN),
         Fault("aligned = aligned and not any(", "aligned = aligned or not any(", "unaligned rows are stored as if aligned",
               lane=PLAIN),
         Fault("0 if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1",
@@ -40,6 +36,15 @@ FAULTS = {
               "a packed prefill is never found again", lane=PLAIN, tests=(PACKED_PREFILL, "-k", "found_again")),
         Fault("packed = self.pack(addresses, raw_stream(self.device))", "packed = self.pack(addresses, 0)",
               "launches go to the default stream", lane=PLAIN, tests=(PACKED, "-k", "F5"), fast=True),
+        Fault("self._ready.get((*addresses, raw_stream(self.device)))", "next(iter(self._ready.values()))",
+              "a packed prefill or rotation is launched for any memory", lane=PLAIN, tests=(PACKED_PREFILL,), fast=True),
+        Fault("self._ready.get((*addresses, raw_stream(self.device)))",
+              "next((p for a, p in self._ready.items() if a[:-1] == tuple(addresses)), None)",
+              "packed prefills and rotations go to the stream of their first launch", lane=PLAIN, tests=(PACKED_PREFILL,)),
+        Fault("or launch_hooks or current_device() != self.device", "or current_device() != self.device",
+              "a profiler does not see packed prefills", lane=PLAIN, tests=(PACKED_PREFILL,)),
+        Fault("if not self._ready or launch_hooks or current_device() != self.device:", "if not self._ready or launch_hooks:",
+              "packed prefills and rotations go to whatever device is current", lane=PLAIN, tests=(PACKED_PREFILL,)),
         Fault("if not self.variant.direct or launch_hooks:", "if not self.variant.direct:",
               "a profiler misses launches", lane=PLAIN, tests=(PACKED, "-k", "hook")),
         Fault("if not INTERPRETED and current_device() != self.device:", "if False:",

@@ -133,6 +133,27 @@ def test_a_packed_prefill_is_found_again(fake_driver, monkeypatch):
     works(case, start)
 
 
+def test_a_packed_rotation_is_found_again(fake_driver, monkeypatch):
+    x, table, positions = torch.randn(5, 3, 64), torch.randn(8, 64), torch.tensor([3, -1, 7, 0, 9])
+    out = torch.empty_like(x)
+    want = reference.apply_rope(x, table, positions)
+    apply_rope(x, table, positions, out=out)
+    monkeypatch.setattr(rotate.PlainPlan, "adopt", None)  # what a launch that is not found would go through
+    out.fill_(7)
+    assert torch.equal(apply_rope(x, table, positions, out=out), want) and len(fake_driver.launches) == 2
+
+
+@pytest.mark.parametrize("moves", ["x", "table", "positions", "out", "axis_map"])
+def test_every_tensor_of_a_rotation_may_move_alone(moves, fake_driver):
+    given = dict(x=torch.randn(5, 3, 64), table=torch.randn(8, 64), out=torch.empty(5, 3, 64))
+    given |= dict(positions=torch.randint(0, 8, (2, 5)), axis_map=torch.randint(0, 2, (32,), dtype=torch.int8))
+    for _ in range(3):
+        x, table, out, positions, axis_map = given.values()
+        want = reference.apply_rope(x, table, positions, axis_map=axis_map)
+        assert torch.equal(apply_rope(x, table, positions, axis_map=axis_map, out=out), want)
+        given[moves] = given[moves].flip(0)
+
+
 def test_F5_a_launch_goes_to_the_stream_that_is_current(fake_driver):
     start = ragged("cpu")
     case = start.clone()
@@ -185,7 +206,8 @@ def test_full_books_are_begun_anew(fake_driver, monkeypatch):
             assert torch.equal(apply_rope(x, table), reference.apply_rope(x, table))
     plans = dispatch_prefill._PLANS._plans.values()
     assert len(plans) <= 2 and all(len(p._ready) <= 2 and len(p._known) <= 2 for p in plans)
-    assert len(rotate._PLANS._plans) <= 2
+    plans = rotate._PLANS._plans.values()
+    assert len(plans) <= 2 and all(len(p._ready) <= 2 for p in plans)
 
 
 def test_flags_of_one_call_say_nothing_about_the_next(fake_driver):
