@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     tiles = modes.add_parser("tiles", parents=[_common(240, 12)], help="time against the shape of a program's tile")
     tiles.add_argument("--prefill", action="store_true", help="of the prefill kernel (default: of the decode kernel)")
     tiles.set_defaults(run=_tiles)
-    whole = modes.add_parser("all", help="every mode in turn, each in its own process")
+    whole = modes.add_parser("all", help="every mode but tiles in turn, each in its own process")
     whole.add_argument("--seconds", type=float, default=900, help="for all of them together (default: %(default)s)")
     whole.add_argument("--only", nargs="+", metavar="PART", help="some of the parts, as their results files are named")
     whole.set_defaults(run=None)
