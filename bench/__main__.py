@@ -108,7 +108,7 @@ def _decode(args: argparse.Namespace, runner: Runner) -> bool:
         from bench import in_model
 
         cases = _cases(_models(args, IN_MODEL_MODELS), _batches(args, IN_MODEL_BATCHES))
-        in_model.run(cases, choose(decode.OURS, args.peers or IN_MODEL_PEERS), options, runner)
+        in_model.run(cases, choose(in_model.OURS, args.peers or IN_MODEL_PEERS), options, runner)
     else:
         cases = _cases(_models(args), _batches(args, workloads.BATCHES))
         decode.run(cases, choose(decode.OURS, args.peers), options, runner)

@@ -23,7 +23,7 @@ from bench.transformer import EPS, NETWORKS, Network, Weights, decoder_layer, he
 from bench.workloads import UsageError
 
 BATCHES = (1, 8, 64)
-OURS = ("ours", "ours-plain", "ours-meta")
+OURS = ("ours", "ours-plain", "ours-late", "ours-meta")
 BASELINE = "flashinfer"
 TOLERANCE = 0.02  # bf16 through tens of layers
 

@@ -9,14 +9,18 @@ _FEW_ELEMENTS = 350_000  # of q, k and v together
 
 
 class Geometry(NamedTuple):
-    """A tile is `tokens · heads` rows; Q tiles and K/V tiles are shaped apart. Rows of one tile must be at least two."""
+    """A tile is `tokens · heads` rows; Q tiles and K/V tiles are shaped apart. Rows of one tile must be at least two.
+
+    `pdl`: programmatic dependent launch where the caller leaves it open, and when kernels behind this one may be scheduled: 0 off,
+    1 at once, 2 when all before this launch has ended (with metadata ready, at once).
+    """
 
     tokens_q: int
     heads_q: int
     tokens_kv: int
     heads_kv: int
     num_warps: int
-    pdl: bool
+    pdl: int
 
     def programs(self, num_tokens: int, num_q_heads: int, num_kv_heads: int) -> int:
         """Programs of a launch: the Q tiles, then as many K tiles as V tiles."""
@@ -31,6 +35,8 @@ def check_geometry(geometry) -> None:
         raise TypeError(f"geometry: expected a decode_rope.geometry.Geometry, got {type(geometry).__name__}")
     if any(n < 1 or n & (n - 1) for n in geometry[:5]):
         raise ValueError(f"geometry: expected powers of two, got {geometry}")
+    if geometry.pdl not in (0, 1, 2):
+        raise ValueError(f"geometry: expected pdl of 0, 1 or 2, got {geometry}")
     for tokens, heads in (geometry[:2], geometry[2:4]):
         if tokens * heads < 2:
             raise ValueError(f"geometry: expected tiles of at least two rows, got {geometry}; set the heads to 2")
@@ -56,7 +62,7 @@ def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_d
     rows = max(2, 8 * 32 * warps // power_of_two(head_dim // 2))
     tokens_q, heads_q = _tile(num_q_heads, rows, warps > 1)
     tokens_kv, heads_kv = _tile(max(num_kv_heads, 1), rows, warps > 1)
-    return Geometry(tokens_q, heads_q, tokens_kv, heads_kv, warps, pdl=True)
+    return Geometry(tokens_q, heads_q, tokens_kv, heads_kv, warps, pdl=1)
 
 
 def _tile(num_heads: int, rows: int, several_tokens: bool) -> tuple[int, int]:

@@ -41,7 +41,7 @@ def _run(
     index = block_table if paged else slot_mapping
     everything = (q, k, v, k_cache, v_cache, cos_sin_cache, positions, index, cache_positions, q_out, k_out)
     given = tuple([x for x in everything if x is not None])
-    geometry = None if geometry is None else Geometry(*geometry)._replace(pdl=bool(geometry[-1]))
+    geometry = None if geometry is None else Geometry(*geometry)
     facts = (tokens_per_request, is_neox, kv_layout, enable_pdl, metadata_ready, geometry)
     flags = (paged, *[x is None for x in everything], *facts)
     plan = _PLANS.find(flags, given) if paged or block_table is None else None

@@ -40,7 +40,7 @@ class Static(NamedTuple):
     BHQ: int
     BTK: int
     BHK: int
-    PDL: bool
+    PDL: int
     PREFETCH: bool
     SOFT: bool
 
@@ -143,7 +143,8 @@ def _static(call: Call, geometry: Geometry, page_size: int, device: torch.device
     v_head_dim = head_dim if call.v is None else call.v.shape[2]
     rotary_dim = 0 if call.cos_sin is None else call.cos_sin.shape[1]
     itemsize = call.q.element_size()
-    pdl = pdl_supported(device) and (geometry.pdl if call.enable_pdl is None else call.enable_pdl)
+    asked = geometry.pdl if call.enable_pdl is None else (geometry.pdl or 1) * call.enable_pdl
+    pdl = int(asked) if pdl_supported(device) else 0
     return Static(
         HQ=num_q_heads,
         HKV=0 if call.k is None else call.k.shape[1],
@@ -164,6 +165,6 @@ def _static(call: Call, geometry: Geometry, page_size: int, device: torch.device
         BTK=geometry.tokens_kv,
         BHK=geometry.heads_kv,
         PDL=pdl,
-        PREFETCH=pdl and call.metadata_ready,
+        PREFETCH=pdl > 0 and call.metadata_ready,
         SOFT=INTERPRETED,
     )

@@ -385,8 +385,8 @@ def test_step_compares_whole_steps_and_rejects_a_wrong_one(on_cpu, report, runne
     step.run([network], [2], ["reference"], runner, False)
     (row,) = report.rows
     assert asked == [False]
-    assert set(row["us"]) == {"eager", "ours", "ours-plain", "ours-meta", "reference"}
-    assert set(row["saved_us"]) == {"ours", "ours-plain", "ours-meta", "reference"} and report.skipped == {}
+    assert set(row["us"]) == {"eager", *step.OURS, "reference"}
+    assert set(row["saved_us"]) == {*step.OURS, "reference"} and report.skipped == {}
     right = step.agreeing({"a": lambda: torch.ones(4), "b": lambda: torch.full((4,), 1.1)}, runner, "here")
     assert list(right) == ["a"]
 

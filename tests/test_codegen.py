@@ -143,6 +143,14 @@ def test_F7_pdl_triggers_first_and_waits_before_anything_is_read(name, arch):
 
 
 @pytest.mark.parametrize("arch", [90, 100])
+def test_F7_pdl_may_trigger_after_the_wait_and_before_anything_is_read(arch):
+    events = pdl_events(compiled(target=("cuda", arch, 32), PDL=2).asm["ptx"])
+    assert events[:2] == ["wait", "launch_dependents"] and not {"launch_dependents", "wait"} & set(events[2:])
+    early = compiled(target=("cuda", arch, 32), PDL=2, PREFETCH=True)
+    assert pdl_events(early.asm["ptx"]) == pdl_events(compiled(target=("cuda", arch, 32), PDL=1, PREFETCH=True).asm["ptx"])
+
+
+@pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("name", ["Llama", "NoPE", "Q only", "outputs", "many tokens", "slots"])
 def test_F7_prefetch_reads_metadata_and_the_table_before_the_wait_and_nothing_else(name, arch):
     """Every tile waits once, before it reads or writes anything of the activations' dtype and before it counts a fault."""

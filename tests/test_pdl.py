@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import decode_rope
 from decode_rope import variants
+from decode_rope.geometry import decode_geometry
 
 CAPABLE = ON_GPU and not torch.version.hip and torch.cuda.get_device_capability() >= (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(ON_GPU and not CAPABLE, reason="needs compute capability 9.0")]
@@ -82,10 +83,13 @@ def chain(device, launch, nanoseconds: int):
     return work, spoil, assert_right
 
 
-@pytest.mark.parametrize("metadata_ready", [False, True])
-def test_F7_ten_thousand_steps_behind_a_kernel_that_writes_late(metadata_ready, device):
+LATE = decode_geometry(len(SPEC.positions), *SPEC.heads, SPEC.head_dim)._replace(pdl=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"metadata_ready": True}, {"geometry": LATE}], ids=["default", "metadata ready", "late"])
+def test_F7_ten_thousand_steps_behind_a_kernel_that_writes_late(options, device):
     """Each step reads q, k and v that the kernels just before it write after letting it start; a kernel just after it reads q."""
-    replay_and_check(*chain(device, decode(device, metadata_ready=metadata_ready), 2000), 10_000)
+    replay_and_check(*chain(device, decode(device, **options), 2000), 10_000)
 
 
 def test_F7_prefill_behind_a_kernel_that_writes_late(device):
@@ -149,6 +153,8 @@ def test_pdl_changes_no_bit(seed, device):
         check(case, decode_rope.rope_append_prefill)
     for metadata_ready in (True, False):
         check(case, prepared(case, enable_pdl=True, metadata_ready=metadata_ready))
+    chosen = decode_geometry(len(case.spec.positions), *case.spec.heads, case.spec.head_dim)
+    check(case, prepared(case, geometry=chosen._replace(pdl=2)))
 
 
 @pytest.mark.parametrize("function", [decode_rope.rope_append_decode, decode_rope.rope_append_prefill])

@@ -47,6 +47,7 @@ REGISTRY: dict[str, tuple[str, str]] = {
     "ours": ("ours", "default"),
     "ours-plain": ("ours", "plain"),
     "ours-pdl": ("ours", "pdl"),
+    "ours-late": ("ours", "late"),
     "ours-meta": ("ours", "meta"),
     "ours-function": ("ours", "function"),
     "ours-prefill": ("ours", "prefill"),

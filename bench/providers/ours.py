@@ -9,7 +9,14 @@ from bench.buffers import Case, Layer, Meta
 from bench.providers import need
 
 # variant -> (enable_pdl, metadata_ready)
-_LAUNCHES = {"default": (None, False), "plain": (False, False), "pdl": (True, False), "meta": (True, True)}
+_LAUNCHES = {
+    "default": (None, False),
+    "plain": (False, False),
+    "pdl": (True, False),
+    "late": (True, False),
+    "meta": (True, True),
+}
+_LATE = 2  # `Geometry.pdl`: kernels behind ours are scheduled when all before it has ended
 _FUNCTIONS = {
     "function": ("decode_rope", "rope_append_decode"),
     "prefill": ("decode_rope", "rope_append_prefill"),
@@ -25,6 +32,7 @@ class Bound:
 
     def __init__(self, name: str, variant: str) -> None:
         self.name = name
+        self.variant = variant
         self.enable_pdl, self.metadata_ready = _LAUNCHES[variant]
         self._ops: dict[tuple, tuple[Tensor, Any]] = {}
 
@@ -38,6 +46,12 @@ class Bound:
 
     def make_op(self, case: Case, meta: Meta, **options: Any) -> Any:
         """A DecodeRope without warm-up: binding compiles what the case needs and no more."""
+        if self.variant == "late":
+            model = case.model
+            chosen = need("decode_rope.geometry", "decode_geometry")(
+                case.tokens, model.num_q_heads, model.num_kv_heads, model.head_dim
+            )
+            options.setdefault("geometry", chosen._replace(pdl=_LATE))
         return need("decode_rope", "DecodeRope")(
             meta.cos_sin,
             num_q_heads=case.model.num_q_heads,

@@ -220,16 +220,19 @@ def decode_kernel(
     BHQ: tl.constexpr,
     BTK: tl.constexpr,
     BHK: tl.constexpr,
-    PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,  # read positions, index and table before the PDL wait
+    PDL: tl.constexpr,  # 0: off; 1: dependent kernels may be scheduled at once; 2: when all before us has ended
+    PREFETCH: tl.constexpr,  # read positions, index and table before the PDL wait; dependents may be scheduled at once
     SOFT: tl.constexpr,  # integer rounding to bf16, for the interpreter
 ):
     # A dependent kernel waits for our completion before it reads, so it may be scheduled from here on: worth 0.2-0.4 us at
     # small grids (H200).
     if PDL:
-        gdc_launch_dependents()
+        if PDL != 2 or PREFETCH:
+            gdc_launch_dependents()
         if not PREFETCH:
             gdc_wait()
+            if PDL == 2:
+                gdc_launch_dependents()
     NQ: tl.constexpr = (HQ + BHQ - 1) // BHQ
     NK: tl.constexpr = (HKV + BHK - 1) // BHK
     pid = tl.program_id(0).to(tl.int64)
