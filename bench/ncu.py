@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.buffers import Case, Meta, context_for, decode_meta, make_layers, prefill_meta
-from bench.prefill import OURS, SEQUENCE
+from bench import prefill
+from bench.buffers import Case, Meta, context_for, decode_meta, make_layers
 from bench.providers import Provider, Unavailable, load
 from bench.report import columns
 from bench.runner import Runner, passed
@@ -31,7 +31,7 @@ METRICS = {
 }
 MARKER = "bench_marker_kernel"
 WORKLOADS = (("llama-3-8b", 128), ("llama-3-8b", 1024), ("llama-3-70b-tp8", 512), ("llama-3-8b", 131072))
-MOST_DECODE = SEQUENCE
+MOST_DECODE = prefill.SEQUENCE
 _PREFIX = "bench-ncu:"
 
 
@@ -100,10 +100,8 @@ def workload(case: Case, names: list[str], runner: Runner) -> tuple[list[Provide
         providers = [load(name) for name in names]
         right = passed(providers, runner.verified(providers, case))
         return right, decode_meta(case, context_for(case, 1, limit_bytes=1e9), 0)
-    providers = [load(OURS[0] if name == "ours" else name) for name in names]
-    small = Case(case.model, SEQUENCE, case.device)  # the reference would take long over the largest
-    right = passed(providers, runner.verified(providers, small, prefill=True, batches=()))
-    return right, prefill_meta(case, SEQUENCE, 0)
+    providers = [load(prefill.OURS[0] if name == "ours" else name) for name in names]
+    return passed(providers, prefill.verified(case, providers, runner)), prefill.prompts(case)
 
 
 def _ready(case: Case, names: list[str], runner: Runner) -> dict[str, Callable[[], Any]]:
@@ -152,7 +150,7 @@ def profile(ncu: str, workloads: list[tuple[str, int]], names: list[str], second
 
 
 def row_of(model: str, tokens: int, provider: str, kernels: list[Kernel]) -> dict[str, Any]:
-    counted = traffic(find_models([model])[0], tokens, sequence=SEQUENCE if tokens > MOST_DECODE else None)
+    counted = traffic(find_models([model])[0], tokens, sequence=prefill.SEQUENCE if tokens > MOST_DECODE else None)
     return {
         "model": model,
         "tokens": tokens,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from bench import timing
-from bench.buffers import Case, make_layers, prefill_meta
+from bench.buffers import Case, Meta, make_layers, prefill_meta
 from bench.providers import Provider
 from bench.report import columns, rounded
 from bench.runner import Runner, cell, fastest, passed
@@ -32,6 +32,17 @@ def copy_call(size: int, device: torch.device) -> Callable[[], None]:
     return lambda: torch.neg(source, out=target)
 
 
+def prompts(case: Case) -> Meta:
+    """The metadata of a prefill: prompts of SEQUENCE tokens."""
+    return prefill_meta(case, min(case.tokens, SEQUENCE), 0)
+
+
+def verified(case: Case, providers: list[Provider], runner: Runner) -> dict[str, str]:
+    """Verdicts of providers on at most one prompt; the reference would take long over the largest."""
+    small = Case(case.model, min(case.tokens, SEQUENCE), case.device)
+    return runner.verified(providers, small, prefill=True, batches=())
+
+
 def sets_for(model: Model, tokens: int, l2: int) -> int:
     """Buffer sets whose rotation touches at least twice the L2 cache, at most MOST_SETS."""
     return max(2, min(MOST_SETS, -(-2 * l2 // least_bytes(model, tokens))))
@@ -45,7 +56,7 @@ def state(model: Model, tokens: int, sets: int, l2: int) -> str:
 
 def measure(case: Case, sets: int, providers: list[Provider], runner: Runner) -> dict[str, list[float]]:
     """Microseconds a call: name -> samples."""
-    meta = prefill_meta(case, min(case.tokens, SEQUENCE), 0)
+    meta = prompts(case)
     layers = make_layers(case, meta, sets, 0)
     copies = [copy_call(least_bytes(case.model, case.tokens), case.device) for _ in range(sets)]
     ways = {p.name: lambda i, p=p: p.bind(case, meta, layers[i]) for p in providers}
@@ -86,9 +97,7 @@ def run(cases: list[Case], providers: list[Provider], runner: Runner) -> None:
     report.say(columns(["model", "tokens", "state", *names, COPY, "of copy"], widths))
 
     def one(case: Case) -> None:
-        # The reference would take long over the largest.
-        small = Case(case.model, min(case.tokens, SEQUENCE), case.device)
-        status = runner.verified(providers, small, prefill=True, batches=())
+        status = verified(case, providers, runner)
         right = passed(providers, status)
         for sets in (sets_for(case.model, case.tokens, l2), 1):
             samples = measure(case, sets, right, runner)

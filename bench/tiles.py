@@ -9,8 +9,8 @@ from itertools import product
 from typing import Any
 
 from bench import timing
-from bench.buffers import Case, Layer, Meta, context_for, decode_meta, make_layers, prefill_meta
-from bench.prefill import SEQUENCE, least_bytes, sets_for
+from bench.buffers import Case, Layer, Meta, context_for, decode_meta, make_layers
+from bench.prefill import least_bytes, prompts, sets_for
 from bench.providers import load, need
 from bench.report import columns
 from bench.runner import Runner
@@ -75,7 +75,7 @@ def prefill_call(case: Case, meta: Meta, geometry: Any) -> Callable[[Layer], Cal
 def kind(case: Case, prefill: bool) -> tuple[Meta, int, Callable, Callable]:
     """Metadata, buffer sets, and for this kernel the geometries to try and how to call it."""
     if prefill:
-        meta, sets = prefill_meta(case, min(case.tokens, SEQUENCE), 0), sets_for(case.model, case.tokens, timing.l2_bytes())
+        meta, sets = prompts(case), sets_for(case.model, case.tokens, timing.l2_bytes())
         return meta, sets, prefill_tiles, prefill_call
     return decode_meta(case, context_for(case, DECODE_LAYERS), 0), DECODE_LAYERS, decode_tiles, decode_call
 

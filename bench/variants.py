@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bench import timing
-from bench.buffers import Case, Layer, cos_sin_table, make_layers, prefill_meta
-from bench.prefill import SEQUENCE, least_bytes, sets_for
+from bench.buffers import Case, Layer, cos_sin_table, make_layers
+from bench.prefill import SEQUENCE, least_bytes, prompts, sets_for
 from bench.providers import need
 from bench.report import columns
 from bench.runner import Runner
@@ -62,17 +62,18 @@ def prefill_ways(model: Model, tokens: int, sets: int, device: torch.device) -> 
     for variant in PREFILL:
         shape = Model(variant.name, model.num_q_heads, model.num_kv_heads, variant.head_dim, model.hidden)
         case = Case(shape, tokens, device, variant.dtype)
-        meta = prefill_meta(case, min(tokens, SEQUENCE), 0)
+        meta = prompts(case)
         table = cos_sin_table(variant.rotary_dim, 8192, device)
         layers = make_layers(case, meta, sets, 0)
+        if variant.ragged:
+            options = {"block_table": meta.block_table, "cu_seqlens_q": meta.starts}
+        else:
+            options = {"slot_mapping": torch.arange(tokens, device=device) if variant.in_order else meta.slots}
+        options["is_neox"] = variant.is_neox
 
-        def call(function, layer: Layer, meta=meta, table=table, variant=variant) -> Callable[[], object]:
-            arguments = (*vars(layer).values(), table, meta.positions)
-            slots = torch.arange(tokens, device=device) if variant.in_order else meta.slots
-            place = {"slot_mapping": slots}
-            if variant.ragged:
-                place = {"block_table": meta.block_table, "cu_seqlens_q": meta.starts}
-            return lambda: function(*arguments, **place, is_neox=variant.is_neox)
+        def call(function, layer: Layer, last=(table, meta.positions), options=options) -> Callable[[], object]:
+            arguments = (*vars(layer).values(), *last)
+            return lambda: function(*arguments, **options)
 
         def right(layers=layers, call=call) -> bool:
             want, got = layers[0].clone(), layers[0].clone()

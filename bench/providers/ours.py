@@ -32,7 +32,7 @@ class Bound:
 
     def __init__(self, name: str, variant: str) -> None:
         self.name = name
-        self.variant = variant
+        self.late = variant == "late"
         self.enable_pdl, self.metadata_ready = _LAUNCHES[variant]
         self._ops: dict[tuple, tuple[Tensor, Any]] = {}
 
@@ -46,7 +46,7 @@ class Bound:
 
     def make_op(self, case: Case, meta: Meta, **options: Any) -> Any:
         """A DecodeRope without warm-up: binding compiles what the case needs and no more."""
-        if self.variant == "late":
+        if self.late:
             model = case.model
             chosen = need("decode_rope.geometry", "decode_geometry")(
                 case.tokens, model.num_q_heads, model.num_kv_heads, model.head_dim
