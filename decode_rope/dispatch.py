@@ -98,11 +98,13 @@ def check_call(call: Call, *, slot_mapping: Tensor | None, block_table: Tensor |
         *call[:7], block_table, slot_mapping, call.cache_positions, call.tokens_per_request, call.is_neox, call.kv_layout,
         call.q_out, call.k_out, call.enable_pdl,
     )  # fmt: skip
-    if call.enable_pdl and call.q.device.type == "cuda":
-        require_pdl(call.q.device)
+    check_pdl(call.enable_pdl, call.q.device)
 
 
-def require_pdl(device: torch.device) -> None:
+def check_pdl(enable_pdl: bool | None, device: torch.device) -> None:
+    """Refuse `enable_pdl=True` on a GPU without it; without a GPU it means nothing."""
+    if not enable_pdl or device.type != "cuda":
+        return
     if torch.version.hip or torch.cuda.get_device_capability(device)[0] < 9:
         raise ValueError(
             f"enable_pdl: expected None or False on {torch.cuda.get_device_name(device)}, because programmatic dependent launch "

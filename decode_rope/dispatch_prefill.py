@@ -2,7 +2,7 @@
 
 from . import reference
 from .checks_prefill import check_prefill
-from .dispatch import PlanBook, require_pdl
+from .dispatch import PlanBook, check_pdl
 from .faults import fault_buffer
 from .geometry_prefill import check_geometry
 from .plan_prefill import PrefillCall, prefill_plan
@@ -31,8 +31,7 @@ def append(
         )  # fmt: skip
         if plan is None or not plan.look_closer(call):
             check_prefill(call, block_table=block_table, slot_mapping=slot_mapping)
-            if enable_pdl and q.device.type == "cuda":
-                require_pdl(q.device)
+            check_pdl(enable_pdl, q.device)
             if geometry is not None:
                 check_geometry(geometry)
             _PLANS.run_checked(call, flags, given)

@@ -31,10 +31,18 @@ def with_stand_ins(own: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
 
 
 class Launch:
-    """A compiled kernel with everything but its addresses: grid, integer parameters, device, fault record. It may keep packed
-    launches, by addresses and the stream."""
+    """A compiled kernel with everything but its addresses, for one configuration of shapes, strides, dtypes and flags: grid,
+    integer parameters, device, fault record. It may keep packed launches, by addresses and the stream.
 
-    __slots__ = ("_ready", "device", "faults", "grid", "integers", "variant")
+    `flags` and `guard` say which calls it is for (`dispatch` sets them). `unaligned` is the launch for memory less aligned than
+    this one needs, once there has been any. Of its addresses, the first `row_tensors` are of rows, and the next is the rotary
+    table's.
+    """
+
+    __slots__ = (
+        "_align_bits", "_ready", "_table_bits", "device", "faults", "flags", "grid", "guard", "integers", "unaligned", "variant",
+    )  # fmt: skip
+    row_tensors: int
 
     def __init__(self, compiled: Variant, grid: int, integers: tuple[int, ...]):
         self.variant = compiled
@@ -42,7 +50,28 @@ class Launch:
         self.integers = integers
         self.device = compiled.device.index
         self.faults = fault_buffer(compiled.device)
+        self.flags = self.guard = self.unaligned = None
+        self._align_bits = compiled.static.ALIGN - 1
+        self._table_bits = compiled.static.ALIGN_TABLE - 1
         self._ready = {}
+
+    def less_aligned(self, call) -> "Launch":
+        """The launch of the same configuration for memory of no alignment beyond that of one element."""
+        raise NotImplementedError
+
+    def fitting(self, addresses: tuple[int, ...], call) -> "Launch":
+        """This launch, or the one for less aligned memory if these addresses need it."""
+        if self.is_aligned(addresses):
+            return self
+        if self.unaligned is None:
+            self.unaligned = self.less_aligned(call)
+        return self.unaligned
+
+    def is_aligned(self, addresses: tuple[int, ...]) -> bool:
+        rows = 0
+        for address in addresses[: self.row_tensors]:
+            rows |= address
+        return not (rows & self._align_bits or addresses[self.row_tensors] & self._table_bits)
 
     def again(self, addresses: Iterable[int]) -> bool:
         """Launch once more on the memory of a kept launch; False, and nothing done, if there is none."""
@@ -77,31 +106,23 @@ class Launch:
 
 
 class AppendPlan(Launch):
-    """The launch of a decode step or prefill of one configuration of shapes, strides, dtypes and flags, for whatever memory it
-    is given.
+    """A decode step or prefill, for whatever memory it is given.
 
-    `flags` and `guard` say which calls the plan is for (`dispatch` sets them). `unaligned` is the plan for memory less aligned
-    than this one needs, once there has been any. `_known` holds how q, k, v and the outputs, and how the two caches, have been
-    found to lie relative to each other without harm: slices of one tensor interleave, and `k_out` may be `k`. Launches are kept
-    by the addresses of the call's own tensors, if the plan `_keeps` them.
+    `_known` holds how q, k, v and the outputs, and how the two caches, have been found to lie relative to each other without harm:
+    slices of one tensor interleave, and `k_out` may be `k`. Launches are kept by the addresses of the call's own tensors, if the
+    plan `_keeps` them.
     """
 
-    __slots__ = ("_align_bits", "_keeps", "_known", "_ranges", "_table_bits", "flags", "guard", "unaligned")
+    __slots__ = ("_keeps", "_known", "_ranges")
+    row_tensors = 7
 
     def __init__(self, call, compiled: Variant, grid: int, integers: tuple[int, ...]):
         super().__init__(compiled, grid, integers)
-        self._align_bits = compiled.static.ALIGN - 1
-        self._table_bits = compiled.static.ALIGN_TABLE - 1
         self._known = set()
         self._keeps = True
-        self.flags = self.guard = self.unaligned = None
         groups = (*[_ROWS] * 5, *[_CACHES] * 2, *[_READ] * len(call.own_tensors()))
         sizes = [end - start for start, end in map(span, call.kernel_tensors())]
         self._ranges = [(i, sizes[i], groups[i]) for i, x in enumerate(call.own_tensors()) if x is not None]
-
-    def less_aligned(self, call) -> "AppendPlan":
-        """The plan of the same configuration for memory of no alignment beyond that of one element."""
-        raise NotImplementedError
 
     def look_closer(self, call) -> bool:
         """Launch on tensors whose shapes, strides, dtypes and devices are the plan's, unless their addresses ask for the checks
@@ -120,20 +141,6 @@ class AppendPlan(Launch):
         if len(self._known) + 1 < _MAX_KNOWN:
             self._known.update(_arrangements(addresses))
         self._launch(call, addresses)
-
-    def fitting(self, addresses: tuple[int, ...], call) -> "AppendPlan":
-        """This plan, or the one for less aligned memory if these addresses need it."""
-        if self.is_aligned(addresses):
-            return self
-        if self.unaligned is None:
-            self.unaligned = self.less_aligned(call)
-        return self.unaligned
-
-    def is_aligned(self, addresses: tuple[int, ...]) -> bool:
-        rows = 0
-        for address in addresses[:7]:
-            rows |= address
-        return not (rows & self._align_bits or addresses[7] & self._table_bits)
 
     def _launch(self, call, addresses: tuple[int, ...]) -> None:
         packed = self.fitting(addresses, call).launch(call.kernel_tensors(), addresses)

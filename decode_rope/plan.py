@@ -14,7 +14,7 @@ from .geometry import Geometry, decode_geometry
 from .kernels.decode import decode_kernel
 from .launch import UNBOUNDED, AppendPlan, cu_launch, current_device, launch_hooks, raw_stream, with_stand_ins
 from .layout import cache_view, index_shape, lowest_bit, steps
-from .variants import INTERPRETED, Variant, pdl_supported, variant
+from .variants import INTERPRETED, Variant, pdl_mode, variant
 
 _USUAL = (0, 1, 2, 5, 6, 7, 8, 10)  # the own tensors of a call with no outputs of its own and no cache_positions
 
@@ -143,8 +143,7 @@ def _static(call: Call, geometry: Geometry, page_size: int, device: torch.device
     v_head_dim = head_dim if call.v is None else call.v.shape[2]
     rotary_dim = 0 if call.cos_sin is None else call.cos_sin.shape[1]
     itemsize = call.q.element_size()
-    asked = geometry.pdl if call.enable_pdl is None else (geometry.pdl or 1) * call.enable_pdl
-    pdl = int(asked) if pdl_supported(device) else 0
+    pdl = pdl_mode(device, geometry.pdl, call.enable_pdl)
     return Static(
         HQ=num_q_heads,
         HKV=0 if call.k is None else call.k.shape[1],

@@ -9,7 +9,7 @@ from .geometry_prefill import PrefillGeometry, prefill_geometry
 from .kernels.prefill import prefill_kernel
 from .launch import UNBOUNDED, AppendPlan, with_stand_ins
 from .layout import cache_view, index_shape, lowest_bit, steps
-from .variants import INTERPRETED, pdl_supported, variant
+from .variants import INTERPRETED, pdl_mode, variant
 
 
 class Static(NamedTuple):
@@ -141,7 +141,7 @@ def prefill_plan(call: PrefillCall, device: torch.device, *, aligned: bool = Tru
         BTK=geometry.kv.tokens,
         BHK=geometry.kv.heads,
         LOOPK=geometry.kv.loop,
-        PDL=pdl_supported(device) and (geometry.pdl if call.enable_pdl is None else call.enable_pdl),
+        PDL=pdl_mode(device, geometry.pdl, call.enable_pdl) > 0,
         SOFT=INTERPRETED,
     )
     integers = (

@@ -6,7 +6,7 @@ from torch.compiler import is_compiling
 
 from . import driver, ops
 from .checks import check_table
-from .dispatch import check_call, decode_plans, require_pdl, run_reference, runs_reference
+from .dispatch import check_call, check_pdl, decode_plans, run_reference, runs_reference
 from .geometry import Geometry, check_geometry, decode_geometry
 from .launch import cu_launch, current_device, launch_hooks, raw_stream
 from .layout import cache_view
@@ -77,8 +77,7 @@ class DecodeRope:
         if geometry is not None:
             check_geometry(geometry)
         self.device = _device(device)
-        if enable_pdl and self.device.type == "cuda":
-            require_pdl(self.device)
+        check_pdl(enable_pdl, self.device)
         self.is_neox = getattr(cos_sin_cache, "is_neox", is_neox)
         self.cos_sin = getattr(cos_sin_cache, "cos_sin_cache", cos_sin_cache)
         self.heads = (num_q_heads, num_kv_heads, head_dim, v_head_dim)

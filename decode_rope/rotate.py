@@ -67,41 +67,41 @@ class Rotation(NamedTuple):
             x if self.axis_map is None else self.axis_map,
         )
 
+    def addresses(self) -> tuple[int, ...]:
+        return tuple([x.data_ptr() for x in self.kernel_tensors()])
+
 
 class PlainPlan(Launch):
-    """A launch for one set of shapes, strides, dtypes and flags, for whatever memory it is given."""
+    """A rotation, for whatever memory it is given."""
 
-    __slots__ = ("_align_bits", "_sizes", "_table_bits", "flags", "guard", "unaligned")
+    __slots__ = ("_sizes",)
+    row_tensors = 2
 
     def __init__(self, call: Rotation, compiled: Variant, grid: int, integers: tuple[int, ...]):
         super().__init__(compiled, grid, integers)
-        self._align_bits = compiled.static.ALIGN - 1
-        self._table_bits = compiled.static.ALIGN_TABLE - 1
         self._sizes = [end - start for start, end in map(span, (call.x, call.out))]
-        self.flags = self.guard = self.unaligned = None
+
+    def less_aligned(self, call: Rotation) -> "PlainPlan":
+        return _plan(call, self.variant.device, aligned=False)
 
     def submit(self, call: Rotation) -> bool:
         """Launch, unless the addresses of this call ask for a closer look first; then do nothing and return
         False."""
-        addresses = [x.data_ptr() for x in call.kernel_tensors()]
+        addresses = call.addresses()
         if self.again(addresses):
             return True
         delta = addresses[1] - addresses[0]
         apart = delta == 0 or delta >= self._sizes[0] or -delta >= self._sizes[1]
         if apart:
-            self.adopt(call)
+            self._launch(call, addresses)
         return apart
 
     def adopt(self, call: Rotation) -> None:
-        """Launch a call whose memory is known to be good, and remember it as such."""
-        tensors = call.kernel_tensors()
-        addresses = tuple([x.data_ptr() for x in tensors])
-        plan = self
-        if (addresses[0] | addresses[1]) & self._align_bits or addresses[2] & self._table_bits:
-            if self.unaligned is None:
-                self.unaligned = _plan(call, self.variant.device, aligned=False)
-            plan = self.unaligned
-        packed = plan.launch(tensors, addresses)
+        """Launch a call that has passed every check, and remember its memory as good."""
+        self._launch(call, call.addresses())
+
+    def _launch(self, call: Rotation, addresses: tuple[int, ...]) -> None:
+        packed = self.fitting(addresses, call).launch(call.kernel_tensors(), addresses)
         if packed is not None:
             self.keep(addresses, packed)
 
@@ -180,18 +180,19 @@ def rotate(x, out, cos_sin, positions, is_neox, axis_map, inverse, layout, *, re
     """`apply_rope` without autograd."""
     everything = (x, cos_sin, positions, axis_map, None if out is x else out)
     given = tuple([tensor for tensor in everything if tensor is not None])
+    options = (is_neox, inverse, layout, report, geometry)
     flags = (
-        tuple([tensor is None for tensor in everything]), is_neox, inverse, layout, report, geometry,
+        tuple([tensor is None for tensor in everything]), *options,
         _same_memory(x, out), type(is_neox), type(inverse),  # 1 == True; checks refuse 1
     )  # fmt: skip
     plan = _PLANS.find(flags, given)
     if plan is not None:
-        call = Rotation(x, torch.empty_like(x) if out is None else out, cos_sin, positions, axis_map, *flags[1:6])
+        call = Rotation(x, torch.empty_like(x) if out is None else out, cos_sin, positions, axis_map, *options)
         if plan.submit(call):
             return call.out
     on_cpu = isinstance(x, Tensor) and x.device.type == "cpu"
     check_apply(x, cos_sin, positions, is_neox, axis_map, inverse, out, layout, float64=on_cpu)
-    call = Rotation(x, torch.empty_like(x) if out is None else out, cos_sin, positions, axis_map, *flags[1:6])
+    call = Rotation(x, torch.empty_like(x) if out is None else out, cos_sin, positions, axis_map, *options)
     if x.dtype == torch.float64:  # which no kernel takes
         _run_reference(call)
     else:

@@ -105,6 +105,13 @@ def pdl_supported(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def pdl_mode(device: torch.device, chosen: int, asked: bool | None) -> int:
+    """How a launch uses PDL, as `Geometry.pdl` numbers it: as its geometry chose, unless the caller asked for it or against."""
+    if not pdl_supported(device) or asked is False:
+        return 0
+    return int(chosen or bool(asked))
+
+
 DIRECT = (
     not INTERPRETED
     and not torch.version.hip

@@ -326,9 +326,9 @@ def test_pdl_needs_compute_capability_9(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     with pytest.raises(ValueError, match="enable_pdl: expected None or False on Some GPU"):
-        dispatch.require_pdl(torch.device("cuda:0"))
+        dispatch.check_pdl(True, torch.device("cuda:0"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    dispatch.require_pdl(torch.device("cuda:0"))
+    dispatch.check_pdl(True, torch.device("cuda:0"))
 
 
 @pytest.mark.anywhere

@@ -10,7 +10,7 @@ import triton
 from cases import assert_same_storages, build, call_arguments, check, prepare, prepared, run
 from conftest import INTERPRETED
 from random_cases import CPU_SIZES, random_spec
-from ways import SPECS, TABLE, WAYS, either_way, function_of, works
+from ways import SPECS, TABLE, WAYS, either_way, function_of, with_one_of, with_other_flags, works
 
 import decode_rope
 from decode_rope import api, dispatch, launch, plan, variants
@@ -42,12 +42,7 @@ def test_F3_memory_of_any_alignment_in_any_order(fake_driver):
 def test_F3_one_unaligned_tensor_among_aligned_ones(one, fake_driver):
     spec = TABLE.but(q_out=True, k_out="own")
     aligned, shifted = build(spec, "cpu"), build(spec.but(shift=1, table_shift=1), "cpu")
-    mixed = aligned.clone()
-    view = shifted.views[one]
-    mixed.views[one] = view._replace(storage="shifted")
-    mixed.storages["shifted"] = shifted.storages[view.storage]
-    if one == "cos_sin_cache":
-        mixed[one].copy_(aligned[one])
+    mixed = with_one_of(aligned, shifted, one)
     for start in (aligned, mixed, aligned, mixed):
         check(start)
 
@@ -154,11 +149,7 @@ def test_F3_without_torch_s_tensor_guards(fake_driver, monkeypatch):
 def test_flags_of_one_call_say_nothing_about_the_next(fake_driver):
     """The same tensors, another pairing or another way through the block table."""
     start = build(TABLE.but(head_dim=8, v_head_dim=8, block_table=[[1, 2], [3, 4], [5, 6], [0, 7]], heads=(4, 4)), "cpu")
-    variations = [start, *(start.clone() for _ in range(3))]
-    variations[1].options["is_neox"] = False
-    variations[2].options["tokens_per_request"] = 2
-    variations[3].options["kv_layout"] = "HND"  # 4 heads, pages of 4: both readings fit
-    for one in (*variations, *variations[::-1]):
+    for one in with_other_flags(start):
         check(one)
         check(one)
 

@@ -9,7 +9,7 @@ from cases import Case, Spec, assert_same_storages, bits, build
 from conftest import INTERPRETED
 from random_cases import CPU_SIZES, random_spec
 from test_prefill import BLOCK_TABLE, CU_SEQLENS, POSITIONS, RAGGED, check, ragged, run_reference
-from ways import reset
+from ways import reset, with_one_of, with_other_flags
 
 from decode_rope import dispatch, dispatch_prefill, launch, plan_prefill, reference, rotate, variants
 from decode_rope.prefill import rope_append_prefill
@@ -68,11 +68,7 @@ def test_F3_memory_of_any_alignment_in_any_order(fake_driver):
 def test_F3_one_unaligned_tensor_among_aligned_ones(one, fake_driver):
     spec = RAGGED.but(q_out=True, k_out="own")
     aligned, shifted = ragged("cpu", spec), ragged("cpu", spec.but(shift=1, table_shift=1))
-    mixed = aligned.clone()
-    view = shifted.views[one]
-    mixed.views[one] = view._replace(storage="shifted")
-    mixed.storages["shifted"] = shifted.storages[view.storage].clone()
-    mixed[one].copy_(aligned[one])
+    mixed = with_one_of(aligned, shifted, one)
     for start in (aligned, mixed, aligned, mixed):
         check(start)
 
@@ -94,32 +90,24 @@ def test_every_tensor_may_move_alone(changes, fake_driver):
     works(moved, ragged("cpu", RAGGED.but(**changes), [0, 1, 4, 18, 18]))
 
 
-def test_slices_that_interleave_well_say_nothing_of_others(fake_driver):
-    start = ragged("cpu", RAGGED.but(activations="packed"))
+INTERLEAVED = {
+    "q, k and v of one tensor": (dict(activations="packed"), "k", 16, "q: expected memory of its own, got memory shared with k"),
+    "K beside V": (dict(cache="NHD beside"), "v_cache", 32, "_cache: expected memory of its own, got memory shared with"),
+}
+
+
+@pytest.mark.parametrize(("changes", "one", "elements", "message"), INTERLEAVED.values(), ids=INTERLEAVED)
+def test_memory_that_interleaves_well_says_nothing_of_other_memory(changes, one, elements, message, fake_driver):
+    """The same views, then one of them moved by less than a head."""
+    start = ragged("cpu", RAGGED.but(**changes))
     case = start.clone()
     works(case, start)
     moved = case.clone()
-    view = moved.views["k"]
-    moved.views["k"] = view._replace(offset=view.offset - 16)
+    view = moved.views[one]
+    moved.views[one] = view._replace(offset=view.offset - elements)
     before = moved.clone()
     for _ in range(2):
-        with pytest.raises(ValueError, match="q: expected memory of its own, got memory shared with k"):
-            rope_append_prefill(**moved.arguments())
-        assert_same_storages(moved, before)
-    works(case, start, times=1)
-
-
-def test_caches_that_interleave_well_say_nothing_of_others(fake_driver):
-    """K beside V in one last dimension, then V moved half a head to the left."""
-    start = ragged("cpu", RAGGED.but(cache="NHD beside"))
-    case = start.clone()
-    works(case, start)
-    moved = case.clone()
-    view = moved.views["v_cache"]
-    moved.views["v_cache"] = view._replace(offset=view.offset - 32)
-    before = moved.clone()
-    for _ in range(2):
-        with pytest.raises(ValueError, match="_cache: expected memory of its own, got memory shared with"):
+        with pytest.raises(ValueError, match=message):
             rope_append_prefill(**moved.arguments())
         assert_same_storages(moved, before)
     works(case, start, times=1)
@@ -138,7 +126,7 @@ def test_a_packed_rotation_is_found_again(fake_driver, monkeypatch):
     out = torch.empty_like(x)
     want = reference.apply_rope(x, table, positions)
     apply_rope(x, table, positions, out=out)
-    monkeypatch.setattr(rotate.PlainPlan, "adopt", None)  # what a launch that is not found would go through
+    monkeypatch.setattr(rotate.PlainPlan, "_launch", None)  # what a launch that is not found would go through
     out.fill_(7)
     assert torch.equal(apply_rope(x, table, positions, out=out), want) and len(fake_driver.launches) == 2
 
@@ -213,11 +201,7 @@ def test_full_books_are_begun_anew(fake_driver, monkeypatch):
 def test_flags_of_one_call_say_nothing_about_the_next(fake_driver):
     """The same tensors, another pairing, another layout or another way through the block table."""
     start = build(Spec([1, 3, -1, 6], [[1, 2], [3, 4], [5, 6], [0, 7]], heads=(4, 4), head_dim=8), "cpu")
-    variations = [start.clone() for _ in range(4)]
-    variations[1].options["is_neox"] = False
-    variations[2].options["tokens_per_request"] = 2
-    variations[3].options["kv_layout"] = "HND"  # 4 heads, pages of 4: both readings fit
-    for one in (*variations, *variations[::-1]):
+    for one in with_other_flags(start):
         check(one)
         check(one)
 

@@ -46,6 +46,24 @@ def reset(case: Case, start: Case) -> None:
         storage.copy_(start.storages[name])
 
 
+def with_one_of(case: Case, other: Case, one: str) -> Case:
+    """The case with one of its tensors laid out as in the other."""
+    mixed, view = case.clone(), other.views[one]
+    mixed.views[one] = view._replace(storage="other")
+    mixed.storages["other"] = other.storages[view.storage].clone()
+    mixed[one].copy_(case[one])
+    return mixed
+
+
+def with_other_flags(start: Case) -> list[Case]:
+    """A case of 4 heads and pages of 4, which fit either layout, with one flag changed or none; there and back."""
+    variations = [start.clone() for _ in range(4)]
+    variations[1].options["is_neox"] = False
+    variations[2].options["tokens_per_request"] = 2
+    variations[3].options["kv_layout"] = "HND"
+    return [*variations, *variations[::-1]]
+
+
 def works(call: Callable, case: Case, start: Case, times: int = 3) -> None:
     """Every one of some calls, the first, the second and the packed ones, leaves what the reference leaves."""
     want = run_reference(start.clone())
