@@ -18,7 +18,7 @@ from bench.verify import check
 from bench.workloads import MODELS, TINY, traffic
 
 OURS = ("ours", "ours-plain", "ours-pdl", "ours-meta")
-FLOORS = ("empty", "empty-pdl")
+FLOORS = ("empty", "empty-pdl", "copy-pdl")
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,17 @@ def chain(provider: Provider, case: Case, meta: Meta, layers: list[Layer]) -> Ca
 
 
 def floors(providers: list[Provider], case: Case, meta: Meta, layers: list[Layer], runner: Runner) -> dict[str, Callable[[], None]]:
-    """Empty kernels with the grid of our launch, as many as there are layers."""
-    from bench.floors import empty_launch
+    """Empty kernels with the grid of our launch, and copies of as many bytes; as many as there are layers."""
+    from bench.floors import copy_launch, empty_launch
 
     ours = next((p for p in providers if isinstance(p, Bound)), None)
     if ours is None:
         return {}
 
     def floor(name: str) -> Callable[[], None]:
+        if name == "copy-pdl":
+            copies = {id(layer): copy_launch(traffic(case.model, case.tokens).total) for layer in layers}
+            return timing.capture([copies[id(layer)] for layer in layers], warm=1).replay
         facts = facts_of(ours.launch_object(case, meta, layers[0]))
         launch = empty_launch((facts.grid,), facts.num_warps, pdl=name == "empty-pdl")
         return timing.capture([launch] * len(layers), warm=1).replay
@@ -124,7 +127,7 @@ class Table:
         self.names = [p.name for p in providers]
         self.ours = next((p.name for p in providers if p.group == "ours"), "ours")
         self.heads = [name.replace("flashinfer", "fi").replace("tokenspeed", "tokensp") for name in self.names]
-        self.widths = [15, 5, 5, *(max(6, len(head)) for head in self.heads), 6, 9, 6, 10, 6]
+        self.widths = [15, 5, 5, *(max(6, len(head)) for head in self.heads), 6, 9, 8, 6, 10, 6]
 
     def header(self) -> str:
         cells = ["model", "B", "state", *self.heads, *FLOORS, "bytes", "best peer", "ratio"]

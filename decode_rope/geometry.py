@@ -12,7 +12,7 @@ class Geometry(NamedTuple):
     """A tile is `tokens · heads` rows; Q tiles and K/V tiles are shaped apart. Rows of one tile must be at least two.
 
     `pdl`: programmatic dependent launch where the caller leaves it open, and when kernels behind this one may be scheduled: 0 off,
-    1 at once, 2 when all before this launch has ended (with metadata ready, at once).
+    1 at once, 2 when all before this launch has ended (with metadata ready, at once), 3 when this launch has.
     """
 
     tokens_q: int
@@ -35,8 +35,8 @@ def check_geometry(geometry) -> None:
         raise TypeError(f"geometry: expected a decode_rope.geometry.Geometry, got {type(geometry).__name__}")
     if any(n < 1 or n & (n - 1) for n in geometry[:5]):
         raise ValueError(f"geometry: expected powers of two, got {geometry}")
-    if geometry.pdl not in (0, 1, 2):
-        raise ValueError(f"geometry: expected pdl of 0, 1 or 2, got {geometry}")
+    if geometry.pdl not in (0, 1, 2, 3):
+        raise ValueError(f"geometry: expected pdl of 0 to 3, got {geometry}")
     for tokens, heads in (geometry[:2], geometry[2:4]):
         if tokens * heads < 2:
             raise ValueError(f"geometry: expected tiles of at least two rows, got {geometry}; set the heads to 2")

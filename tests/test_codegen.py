@@ -143,9 +143,11 @@ def test_F7_pdl_triggers_first_and_waits_before_anything_is_read(name, arch):
 
 
 @pytest.mark.parametrize("arch", [90, 100])
-def test_F7_pdl_may_trigger_after_the_wait_and_before_anything_is_read(arch):
+def test_F7_pdl_may_trigger_after_the_wait_or_never_and_before_anything_is_read(arch):
     events = pdl_events(compiled(target=("cuda", arch, 32), PDL=2).asm["ptx"])
     assert events[:2] == ["wait", "launch_dependents"] and not {"launch_dependents", "wait"} & set(events[2:])
+    last = pdl_events(compiled(target=("cuda", arch, 32), PDL=3).asm["ptx"])
+    assert last[0] == "wait" and not {"launch_dependents", "wait"} & set(last[1:])
     early = compiled(target=("cuda", arch, 32), PDL=2, PREFETCH=True)
     assert pdl_events(early.asm["ptx"]) == pdl_events(compiled(target=("cuda", arch, 32), PDL=1, PREFETCH=True).asm["ptx"])
 

@@ -83,10 +83,16 @@ def chain(device, launch, nanoseconds: int):
     return work, spoil, assert_right
 
 
-LATE = decode_geometry(len(SPEC.positions), *SPEC.heads, SPEC.head_dim)._replace(pdl=2)
+CHOSEN = decode_geometry(len(SPEC.positions), *SPEC.heads, SPEC.head_dim)
+WAYS = {
+    "default": {},
+    "metadata ready": {"metadata_ready": True},
+    **{f"pdl of {n}": {"geometry": CHOSEN._replace(pdl=n)} for n in (1, 2, 3)},
+    "metadata ready, pdl of 3": {"metadata_ready": True, "geometry": CHOSEN._replace(pdl=3)},
+}
 
 
-@pytest.mark.parametrize("options", [{}, {"metadata_ready": True}, {"geometry": LATE}], ids=["default", "metadata ready", "late"])
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_F7_ten_thousand_steps_behind_a_kernel_that_writes_late(options, device):
     """Each step reads q, k and v that the kernels just before it write after letting it start; a kernel just after it reads q."""
     replay_and_check(*chain(device, decode(device, **options), 2000), 10_000)
@@ -154,7 +160,8 @@ def test_pdl_changes_no_bit(seed, device):
     for metadata_ready in (True, False):
         check(case, prepared(case, enable_pdl=True, metadata_ready=metadata_ready))
     chosen = decode_geometry(len(case.spec.positions), *case.spec.heads, case.spec.head_dim)
-    check(case, prepared(case, geometry=chosen._replace(pdl=2)))
+    for pdl in (1, 2, 3):
+        check(case, prepared(case, geometry=chosen._replace(pdl=pdl)))
 
 
 @pytest.mark.parametrize("function", [decode_rope.rope_append_decode, decode_rope.rope_append_prefill])

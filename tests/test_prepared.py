@@ -161,7 +161,7 @@ BUILD = {
     "geometry": Bad(TypeError, "geometry: expected a decode_rope.geometry.Geometry, got tuple", give(geometry=(1, 2, 1, 2, 4))),
     "three heads": Bad(ValueError, "geometry: expected powers of two", give(geometry=Geometry(1, 3, 1, 4, 4, False))),
     "no tokens": Bad(ValueError, "geometry: expected powers of two", give(geometry=Geometry(0, 2, 1, 4, 4, False))),
-    "pdl of 3": Bad(ValueError, "geometry: expected pdl of 0, 1 or 2", give(geometry=Geometry(1, 2, 1, 4, 4, 3))),
+    "pdl of 4": Bad(ValueError, "geometry: expected pdl of 0 to 3", give(geometry=Geometry(1, 2, 1, 4, 4, 4))),
     "one row": Bad(ValueError, "geometry: expected tiles of at least two rows", give(geometry=Geometry(1, 2, 1, 1, 4, False))),
 }  # fmt: skip
 TABLES = {

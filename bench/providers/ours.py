@@ -8,15 +8,18 @@ from torch import Tensor
 from bench.buffers import Case, Layer, Meta
 from bench.providers import need
 
-# variant -> (enable_pdl, metadata_ready)
+# variant -> (enable_pdl, metadata_ready, `Geometry.pdl` where it is not the package's own choice)
 _LAUNCHES = {
-    "default": (None, False),
-    "plain": (False, False),
-    "pdl": (True, False),
-    "late": (True, False),
-    "meta": (True, True),
+    "default": (None, False, None),
+    "plain": (False, False, None),
+    "pdl": (True, False, None),
+    "early": (True, False, 1),
+    "late": (True, False, 2),
+    "last": (True, False, 3),
+    "meta": (True, True, None),
+    "meta-early": (True, True, 1),
+    "meta-last": (True, True, 3),
 }
-_LATE = 2  # `Geometry.pdl`: kernels behind ours are scheduled when all before it has ended
 _FUNCTIONS = {
     "function": ("decode_rope", "rope_append_decode"),
     "prefill": ("decode_rope", "rope_append_prefill"),
@@ -32,8 +35,7 @@ class Bound:
 
     def __init__(self, name: str, variant: str) -> None:
         self.name = name
-        self.late = variant == "late"
-        self.enable_pdl, self.metadata_ready = _LAUNCHES[variant]
+        self.enable_pdl, self.metadata_ready, self.pdl = _LAUNCHES[variant]
         self._ops: dict[tuple, tuple[Tensor, Any]] = {}
 
     def op(self, case: Case, meta: Meta) -> Any:
@@ -46,12 +48,12 @@ class Bound:
 
     def make_op(self, case: Case, meta: Meta, **options: Any) -> Any:
         """A DecodeRope without warm-up: binding compiles what the case needs and no more."""
-        if self.late:
+        if self.pdl is not None:
             model = case.model
             chosen = need("decode_rope.geometry", "decode_geometry")(
-                case.tokens, model.num_q_heads, model.num_kv_heads, model.head_dim
+                case.tokens, model.num_q_heads, model.num_kv_heads, model.head_dim, self.metadata_ready
             )
-            options.setdefault("geometry", chosen._replace(pdl=_LATE))
+            options.setdefault("geometry", chosen._replace(pdl=self.pdl))
         return need("decode_rope", "DecodeRope")(
             meta.cos_sin,
             num_q_heads=case.model.num_q_heads,

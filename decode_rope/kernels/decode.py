@@ -220,19 +220,19 @@ def decode_kernel(
     BHQ: tl.constexpr,
     BTK: tl.constexpr,
     BHK: tl.constexpr,
-    PDL: tl.constexpr,  # 0: off; 1: dependent kernels may be scheduled at once; 2: when all before us has ended
-    PREFETCH: tl.constexpr,  # read positions, index and table before the PDL wait; dependents may be scheduled at once
+    PDL: tl.constexpr,  # 0: off; dependent kernels may be scheduled 1: at once, 2: when all before us has ended, 3: when we have
+    PREFETCH: tl.constexpr,  # read positions, index and table before the PDL wait; then 2 is as 1
     SOFT: tl.constexpr,  # integer rounding to bf16, for the interpreter
 ):
     # A dependent kernel waits for our completion before it reads, so it may be scheduled from here on: worth 0.2-0.4 us at
     # small grids (H200).
     if PDL:
-        EARLY: tl.constexpr = PDL == 1 or PREFETCH
+        EARLY: tl.constexpr = PDL == 1 or (PDL == 2 and PREFETCH)
         if EARLY:
             gdc_launch_dependents()
         if not PREFETCH:
             gdc_wait()
-        if not EARLY:
+        if PDL == 2 and not EARLY:
             gdc_launch_dependents()
     NQ: tl.constexpr = (HQ + BHQ - 1) // BHQ
     NK: tl.constexpr = (HKV + BHK - 1) // BHK
