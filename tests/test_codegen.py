@@ -7,6 +7,7 @@ import pytest
 import torch
 from compile_only import GFX942, SM80, SM90, SM100, accesses, compile_kernel, pdl_events, resources
 from conftest import INTERPRETED
+from test_launch import in_a_new_process
 
 from decode_rope.kernels.decode import INTEGERS, POINTERS, decode_kernel
 from decode_rope.plan import Static
@@ -140,6 +141,20 @@ def test_F7_pdl_triggers_first_and_waits_before_anything_is_read(name, arch):
     assert events[:2] == ["launch_dependents", "wait"]
     assert not {"launch_dependents", "wait"} & set(events[2:])
     assert events.count("ld") > 2 or name in ("NoPE", "Q only")
+
+
+def test_kernels_compile_where_another_package_has_replaced_tritons_functions():
+    """As SGLang 0.5.23 does when it is imported, and before or after us."""
+    code = (
+        "import triton\n"
+        "replace = lambda: setattr(triton, 'next_power_of_2', lambda n: 1 << (n - 1).bit_length())\n"
+        "{}import test_codegen, test_codegen_prefill\n{}"
+        "test_codegen.compiled(D=96, DV=96, R=96)\n"
+        "test_codegen_prefill.compiled()\n"
+        "print('compiled')"
+    )
+    for before, after in (("replace()\n", ""), ("", "replace()\n")):
+        assert in_a_new_process(code.format(before, after), TRITON_ALWAYS_COMPILE="1") == "compiled"
 
 
 @pytest.mark.parametrize("arch", [90, 100])

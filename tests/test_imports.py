@@ -57,6 +57,14 @@ def test_kernels_import_triton_and_each_other(name):
     assert imports(name) - STANDARD - {"triton"} <= {f".kernels.{Path(other).name}" for other in FILES if "kernels/" in other}
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("kernels/")])
+def test_kernels_call_nothing_that_another_package_may_replace(name):
+    """SGLang 0.5.23 puts a plain function in the place of `triton.next_power_of_2`; then no kernel that calls it compiles."""
+    tree = ast.parse(FILES[name].read_text())
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "triton"}
+    assert used <= {"jit", "constexpr_function"}
+
+
 def test_rotation_is_below_the_other_kernels():
     assert not own("kernels/rotation")
 

@@ -14,6 +14,7 @@ from .rotation import (
     load_cos_sin,
     load_pairs,
     load_span,
+    power_of_two,
     report_faults,
     rotate_pairs,
     row_pointers,
@@ -107,7 +108,7 @@ def past_table(
     elif AXES == 0:
         bad = tl.where(pos >= max_position, pos, -1)
     else:
-        pair = tl.arange(0, triton.next_power_of_2(R // 2))
+        pair = tl.arange(0, power_of_two(R // 2))
         used = tl.reduce(1 << _axis_of(axis_map_ptr, pair, R // 2, AXES), 0, _bits_of_either)
         bad = pos * 0 - 1
         for a in tl.static_range(AXES - 1, -1, -1):
@@ -135,12 +136,12 @@ def load_angles(
     cos_sin_ptr, positions_ptr, at, valid, pos, head, stride_axis, axis_map_ptr, max_position,
     R: tl.constexpr, AXES: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin of every row, `[ROWS, next_power_of_2(R/2)]`. A row of several axes takes each pair from its
+    """cos and sin of every row, `[ROWS, power_of_two(R/2)]`. A row of several axes takes each pair from its
     axis's angles: whole rows of the table are read and selected from, for a gather could not use wide loads."""
     if AXES == 0:
         c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT)
     else:
-        pair = tl.arange(0, triton.next_power_of_2(R // 2))[None, :] + (head * 0).to(tl.int32)
+        pair = tl.arange(0, power_of_two(R // 2))[None, :] + (head * 0).to(tl.int32)
         axis = _axis_of(axis_map_ptr, pair, R // 2, AXES)
         c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT)
         for a in tl.static_range(1, AXES):

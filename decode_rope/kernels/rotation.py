@@ -15,6 +15,13 @@ PAGE_ID = tl.constexpr(3)
 SLOT = tl.constexpr(4)
 
 
+@triton.constexpr_function
+def power_of_two(n):
+    """The smallest power of two that is at least `n`. Ours, because SGLang 0.5.23 replaces `triton.next_power_of_2` by a function that
+    kernels cannot call."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 @triton.jit
 def row_pointers(ptr, offset, ALIGN: tl.constexpr):
     """`ptr + offset`, known to be ALIGN-byte aligned. The compiler keeps this hint on a sum and drops it on an argument; Triton 3.6
@@ -45,11 +52,11 @@ def widen(x, SOFT: tl.constexpr):
 
 @triton.jit
 def load_pairs(row_ptr, row_ok, R: tl.constexpr, NEOX: tl.constexpr, STREAM: tl.constexpr = False):
-    """The two members of every rotated pair, each `[ROWS, next_power_of_2(R/2)]`. STREAM, here and below: more bytes go by than a
+    """The two members of every rotated pair, each `[ROWS, power_of_two(R/2)]`. STREAM, here and below: more bytes go by than a
     cache holds."""
     FIRST_OUT: tl.constexpr = "evict_first" if STREAM else ""
     HALF: tl.constexpr = R // 2
-    P: tl.constexpr = triton.next_power_of_2(HALF)
+    P: tl.constexpr = power_of_two(HALF)
     if NEOX:
         d = tl.arange(0, P)[None, :]
         ok = row_ok & (d < HALF)
@@ -66,7 +73,7 @@ def load_pairs(row_ptr, row_ok, R: tl.constexpr, NEOX: tl.constexpr, STREAM: tl.
 def store_pairs(row_ptr, row_ok, y1, y2, R: tl.constexpr, NEOX: tl.constexpr, STREAM: tl.constexpr = False):
     MODIFIER: tl.constexpr = ".cs" if STREAM else ""
     HALF: tl.constexpr = R // 2
-    P: tl.constexpr = triton.next_power_of_2(HALF)
+    P: tl.constexpr = power_of_two(HALF)
     if NEOX:
         d = tl.arange(0, P)[None, :]
         ok = row_ok & (d < HALF)
@@ -80,8 +87,8 @@ def store_pairs(row_ptr, row_ok, y1, y2, R: tl.constexpr, NEOX: tl.constexpr, ST
 
 @triton.jit
 def load_span(row_ptr, row_ok, START: tl.constexpr, N: tl.constexpr, STREAM: tl.constexpr = False):
-    """Elements START … START + N of every row, `[ROWS, next_power_of_2(N)]`, in their own dtype."""
-    d = tl.arange(0, triton.next_power_of_2(N))[None, :]
+    """Elements START … START + N of every row, `[ROWS, power_of_two(N)]`, in their own dtype."""
+    d = tl.arange(0, power_of_two(N))[None, :]
     FIRST_OUT: tl.constexpr = "evict_first" if STREAM else ""
     return tl.load(row_ptr + START + d, mask=row_ok & (d < N), other=0.0, eviction_policy=FIRST_OUT)
 
@@ -89,7 +96,7 @@ def load_span(row_ptr, row_ok, START: tl.constexpr, N: tl.constexpr, STREAM: tl.
 @triton.jit
 def store_span(row_ptr, row_ok, x, START: tl.constexpr, N: tl.constexpr, STREAM: tl.constexpr = False):
     MODIFIER: tl.constexpr = ".cs" if STREAM else ""
-    d = tl.arange(0, triton.next_power_of_2(N))[None, :]
+    d = tl.arange(0, power_of_two(N))[None, :]
     tl.store(row_ptr + START + d, x, mask=row_ok & (d < N), cache_modifier=MODIFIER)
 
 
@@ -100,12 +107,12 @@ def copy_span(src_row_ptr, dst_row_ptr, src_ok, dst_ok, START: tl.constexpr, N: 
 
 @triton.jit
 def load_cos_sin(cos_sin_ptr, pos, max_position, head, R: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr):
-    """cos and sin of `pos`, `[ROWS, next_power_of_2(R/2)]`; a position outside the table reads its nearest row.
+    """cos and sin of `pos`, `[ROWS, power_of_two(R/2)]`; a position outside the table reads its nearest row.
 
     The pointers span the full tile: a `[1, P]` load broadcast afterwards would go through shared memory and a barrier.
     """
     HALF: tl.constexpr = R // 2
-    P: tl.constexpr = triton.next_power_of_2(HALF)
+    P: tl.constexpr = power_of_two(HALF)
     d = tl.arange(0, P)[None, :]
     row = tl.minimum(tl.maximum(pos, 0), max_position - 1)
     if BT == 1:
