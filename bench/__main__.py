@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     host.set_defaults(run=_host)
     step = modes.add_parser("step", parents=[_common(240, 30)], help="a whole decode step of real models' sizes")
     step.add_argument("--no-attention-pdl", action="store_true", help="attention waits for all before it (default: its own choice)")
+    step.add_argument("--context", type=_positive, default=1024, help="tokens of every request (default: %(default)s)")
     step.set_defaults(run=_step)
     ncu = modes.add_parser("ncu", parents=[_common(240, 1)], help="DRAM bytes counted by Nsight Compute")
     ncu.add_argument("--child", nargs="+", metavar="MODEL:TOKENS", help=argparse.SUPPRESS)
@@ -140,7 +141,7 @@ def _step(args: argparse.Namespace, runner: Runner) -> bool:
 
     peers = [name for name in args.peers or () if name != "none"]
     pdl = False if args.no_attention_pdl else None
-    step.run(step.find_networks(args.model), _batches(args, step.BATCHES, (1, 64)), peers, runner, pdl)
+    step.run(step.find_networks(args.model), _batches(args, step.BATCHES, (1, 64)), peers, runner, pdl, args.context)
     return True
 
 

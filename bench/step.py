@@ -23,6 +23,7 @@ from bench.transformer import EPS, NETWORKS, Network, Weights, decoder_layer, he
 from bench.workloads import UsageError
 
 BATCHES = (1, 8, 64)
+CONTEXT = 1024
 OURS = ("ours", "ours-plain", "ours-late", "ours-meta")
 BASELINE = "flashinfer"
 TOLERANCE = 0.02  # bf16 through tens of layers
@@ -99,11 +100,17 @@ def agreeing(steps: dict[str, Launch], runner: Runner, where: object) -> dict[st
 
 
 def measure(
-    network: Network, batch: int, weights: list[Weights], providers: list[Provider], runner: Runner, pdl: bool | None = None
+    network: Network,
+    batch: int,
+    weights: list[Weights],
+    providers: list[Provider],
+    runner: Runner,
+    pdl: bool | None = None,
+    context: int = CONTEXT,
 ) -> dict[str, Any]:
     """One JSON row: microseconds a step by provider, and what each saves against the baseline."""
     case = Case(network.model, batch)
-    meta = decode_meta(case, context_for(case, network.layers, most=1024), 0, full=True)
+    meta = decode_meta(case, context_for(case, network.layers, most=context), 0, full=True)
     layers = make_layers(case, meta, network.layers, 0, fill=True)
     attention, attend = make_attention(case, meta, pdl)
     by_name = {p.name: p for p in passed(providers, runner.verified(providers, case))}
@@ -151,8 +158,15 @@ def line(row: dict[str, Any], names: list[str]) -> list[str]:
     return cells
 
 
-def run(networks: list[Network], batches: list[int], peers: list[str], runner: Runner, pdl: bool | None = None) -> None:
-    """`pdl`: of the attention; None is its own choice."""
+def run(
+    networks: list[Network],
+    batches: list[int],
+    peers: list[str],
+    runner: Runner,
+    pdl: bool | None = None,
+    context: int = CONTEXT,
+) -> None:
+    """`pdl`: of the attention; None is its own choice. `context`: tokens of every request, or fewer where memory ends."""
     report = runner.report
     names = list(dict.fromkeys((BASELINE, *OURS, *peers)))
     others = [name for name in names if name != BASELINE]
@@ -165,7 +179,7 @@ def run(networks: list[Network], batches: list[int], peers: list[str], runner: R
         weights = make_weights(network, torch.bfloat16)
 
         def at(batch: int) -> None:
-            row = measure(network, batch, weights, providers, runner, pdl)
+            row = measure(network, batch, weights, providers, runner, pdl, context)
             report.add(row, columns(line(row, names), widths))
 
         runner.each(batches, at)

@@ -12,7 +12,9 @@ from functools import cache
 import torch
 
 _STREAM_AT, _PARAMETERS_AT = 32, 56  # offsets in the packed buffer; CUlaunchConfig is 56 bytes
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_ATTRIBUTE_BYTES = 72
+_PROGRAMMATIC_STREAM_SERIALIZATION, _PREFERRED_SHARED_MEMORY_CARVEOUT = 6, 14
+_CARVEOUT_SINCE = 12050  # the CUDA version whose drivers know it
 _INVALID_CONTEXT = 201
 
 
@@ -29,11 +31,17 @@ def available() -> bool:
         return False
 
 
-def version() -> str:
-    """The newest CUDA version the driver supports, such as 13.0."""
+@cache
+def cuda_version() -> int:
+    """The newest CUDA version the driver supports, as 1000 · major + 10 · minor."""
     number = ctypes.c_int()
     _library().cuDriverGetVersion(ctypes.byref(number))
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+    return number.value
+
+
+def version() -> str:
+    """The same in words, such as 13.0."""
+    return f"{cuda_version() // 1000}.{cuda_version() % 1000 // 10}"
 
 
 def scratch_parameters(ptx: str, given: int) -> int | None:
@@ -46,7 +54,7 @@ def scratch_parameters(ptx: str, given: int) -> int | None:
     return len(kinds) - given if len(kinds) >= given and set(kinds) <= {"u64", "b64", "s64"} else None
 
 
-def pack(variant, grid: int, stream: int, parameters: tuple[int, ...]) -> tuple:
+def pack(variant, grid: int, stream: int, parameters: tuple[int, ...], carveout: int = -1) -> tuple:
     """The arguments of a `cuLaunchKernelEx` call, to be passed to `launch`; they are never changed, so any thread may.
 
     Args:
@@ -54,16 +62,21 @@ def pack(variant, grid: int, stream: int, parameters: tuple[int, ...]) -> tuple:
         grid: number of programs.
         stream: CUstream, as an int.
         parameters: the kernel's 64-bit parameters in order; Triton's scratch pointers, last, are null: these kernels use none.
+        carveout: how much of a multiprocessor's L1 should be shared memory meanwhile, in percent; -1, and before CUDA 12.5
+            always, leaves that to the driver.
     """
-    pdl = variant.options.get("launch_pdl", False)
+    attributes = [(_PROGRAMMATIC_STREAM_SERIALIZATION, 1)] if variant.options.get("launch_pdl") else []
+    if carveout >= 0 and cuda_version() >= _CARVEOUT_SINCE:
+        attributes.append((_PREFERRED_SHARED_MEMORY_CARVEOUT, carveout))
     count = len(parameters) + variant.num_scratch
     attribute_at = _PARAMETERS_AT + 8 * count
-    buffer = ctypes.create_string_buffer(attribute_at + 72)
+    buffer = ctypes.create_string_buffer(attribute_at + _ATTRIBUTE_BYTES * len(attributes))
     base = ctypes.addressof(buffer)
     struct.pack_into("=7I", buffer, 0, grid, 1, 1, 32 * variant.options["num_warps"], 1, 1, variant.shared)
-    struct.pack_into("=QQI", buffer, _STREAM_AT, stream, base + attribute_at if pdl else 0, pdl)
+    struct.pack_into("=QQI", buffer, _STREAM_AT, stream, base + attribute_at if attributes else 0, len(attributes))
     struct.pack_into(f"={len(parameters)}q", buffer, _PARAMETERS_AT, *parameters)
-    struct.pack_into("=IIi", buffer, attribute_at, _PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+    for i, (kind, value) in enumerate(attributes):
+        struct.pack_into("=IIi", buffer, attribute_at + _ATTRIBUTE_BYTES * i, kind, 0, value)
     pointers = (ctypes.c_void_p * count)(*[base + _PARAMETERS_AT + 8 * i for i in range(count)])
     return ctypes.byref(buffer), ctypes.c_void_p(variant.function), pointers, None
 

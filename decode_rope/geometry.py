@@ -13,6 +13,10 @@ class Geometry(NamedTuple):
 
     `pdl`: programmatic dependent launch where the caller leaves it open, and when kernels behind this one may be scheduled: 0 off,
     1 at once, 2 when all before this launch has ended (with metadata ready, at once), 3 when this launch has.
+
+    `carveout`: percent of the L1 to be shared memory while this launch runs, -1 for the driver's choice. The kernel needs none, but
+    a multiprocessor must be idle to change the split, so that a GEMM or attention kernel, which live on shared memory, cannot share
+    one with a launch that prefers L1.
     """
 
     tokens_q: int
@@ -21,6 +25,7 @@ class Geometry(NamedTuple):
     heads_kv: int
     num_warps: int
     pdl: int
+    carveout: int = -1
 
     def programs(self, num_tokens: int, num_q_heads: int, num_kv_heads: int) -> int:
         """Programs of a launch: the Q tiles, then as many K tiles as V tiles."""
@@ -37,6 +42,8 @@ def check_geometry(geometry) -> None:
         raise ValueError(f"geometry: expected powers of two, got {geometry}")
     if geometry.pdl not in (0, 1, 2, 3):
         raise ValueError(f"geometry: expected pdl of 0 to 3, got {geometry}")
+    if not -1 <= geometry.carveout <= 100:
+        raise ValueError(f"geometry: expected a carveout of -1 to 100 percent, got {geometry}")
     for tokens, heads in (geometry[:2], geometry[2:4]):
         if tokens * heads < 2:
             raise ValueError(f"geometry: expected tiles of at least two rows, got {geometry}; set the heads to 2")
@@ -62,7 +69,7 @@ def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_d
     rows = max(2, 8 * 32 * warps // power_of_two(head_dim // 2))
     tokens_q, heads_q = _tile(num_q_heads, rows, warps > 1)
     tokens_kv, heads_kv = _tile(max(num_kv_heads, 1), rows, warps > 1)
-    return Geometry(tokens_q, heads_q, tokens_kv, heads_kv, warps, pdl=1)
+    return Geometry(tokens_q, heads_q, tokens_kv, heads_kv, warps, pdl=1, carveout=100 if small else -1)
 
 
 def _tile(num_heads: int, rows: int, several_tokens: bool) -> tuple[int, int]:

@@ -11,8 +11,8 @@ from .geometry import power_of_two
 
 _WARPS = 4
 _THREADS = 32 * _WARPS
-# Q's loop keeps 64 bytes in flight per thread. Beside tiles of 4 heads that saves 0.5 % (32/8/128) to 2.6 % (64/8/64, H200).
-_BYTES_PER_THREAD = 64
+# What Q's loop keeps in flight per thread. Of rows in halves 64 bytes beat 32 by 0-3 % (H200); of rows in one piece 32 beat 64 by 0.3 %.
+_BYTES_PER_THREAD, _BYTES_PER_THREAD_WHOLE = 64, 32
 _MOST_HEADS = 8
 
 
@@ -65,16 +65,17 @@ def prefill_geometry(
 
 
 def plain_tiles(num_heads: int, head_dim: int, rotary_dim: int, itemsize: int, aligned: bool = True) -> Tiles:
-    """The tiles of one tensor: a 16-byte access a thread in each half of the rotated part, and heads side by
-    side, since they are contiguous in memory and share their angles. Unaligned, a quarter of that: every element
-    is an access of its own with a 64-bit address, and a whole tile of them spills."""
-    width = power_of_two(head_dim)
-    half = power_of_two(rotary_dim or head_dim) // 2 or 1
+    """The tiles of one tensor: a 16-byte access a thread in the rotated part, or in each half of it where the kernel takes it in
+    halves, and heads side by side, since they are contiguous in memory and share their angles. Unaligned, a quarter of that: every
+    element is an access of its own with a 64-bit address, and a whole tile of them spills."""
+    width, rotated = power_of_two(head_dim), power_of_two(rotary_dim or head_dim)
+    whole = itemsize == 2 and rotary_dim == rotated  # as `kernels.rotation.whole_rows`
+    piece = rotated if whole else rotated // 2 or 1
     elements = 16 // itemsize * _THREADS if aligned else _THREADS * 4 // itemsize
-    rows = max(2, min(elements // half, 4 * elements // width, 256))
+    rows = max(2, min(elements // piece, 4 * elements // width, 256))
     heads = min(num_heads & -num_heads, _MOST_HEADS, rows // 2)
     loop = 1
-    in_flight = rows * width * itemsize // _THREADS
-    while aligned and 2 * loop * in_flight <= _BYTES_PER_THREAD and num_heads % (2 * loop * heads) == 0:
+    in_flight, most = rows * width * itemsize // _THREADS, _BYTES_PER_THREAD_WHOLE if whole else _BYTES_PER_THREAD
+    while aligned and 2 * loop * in_flight <= most and num_heads % (2 * loop * heads) == 0:
         loop *= 2
     return Tiles(rows // heads, heads, loop)

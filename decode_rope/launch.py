@@ -40,14 +40,15 @@ class Launch:
     """
 
     __slots__ = (
-        "_align_bits", "_ready", "_table_bits", "device", "faults", "flags", "grid", "guard", "integers", "unaligned", "variant",
+        "_align_bits", "_ready", "_table_bits", "carveout", "device", "faults", "flags", "grid", "guard", "integers", "unaligned", "variant",
     )  # fmt: skip
     row_tensors: int
 
-    def __init__(self, compiled: Variant, grid: int, integers: tuple[int, ...]):
+    def __init__(self, compiled: Variant, grid: int, integers: tuple[int, ...], carveout: int = -1):
         self.variant = compiled
         self.grid = grid
         self.integers = integers
+        self.carveout = carveout
         self.device = compiled.device.index
         self.faults = fault_buffer(compiled.device)
         self.flags = self.guard = self.unaligned = None
@@ -102,7 +103,8 @@ class Launch:
         return packed
 
     def pack(self, addresses: tuple[int, ...], stream: int) -> tuple:
-        return driver.pack(self.variant, self.grid, stream, (*addresses, self.faults.data_ptr(), *self.integers))
+        parameters = (*addresses, self.faults.data_ptr(), *self.integers)
+        return driver.pack(self.variant, self.grid, stream, parameters, self.carveout)
 
 
 class AppendPlan(Launch):
@@ -116,8 +118,8 @@ class AppendPlan(Launch):
     __slots__ = ("_keeps", "_known", "_ranges")
     row_tensors = 7
 
-    def __init__(self, call, compiled: Variant, grid: int, integers: tuple[int, ...]):
-        super().__init__(compiled, grid, integers)
+    def __init__(self, call, compiled: Variant, grid: int, integers: tuple[int, ...], carveout: int = -1):
+        super().__init__(compiled, grid, integers, carveout)
         self._known = set()
         self._keeps = True
         groups = (*[_ROWS] * 5, *[_CACHES] * 2, *[_READ] * len(call.own_tensors()))

@@ -87,8 +87,8 @@ class Plan(AppendPlan):
 
     __slots__ = ()
 
-    def __init__(self, call: Call, compiled: Variant, grid: int, integers: tuple[int, ...]):
-        super().__init__(call, compiled, grid, integers)
+    def __init__(self, call: Call, compiled: Variant, grid: int, integers: tuple[int, ...], carveout: int):
+        super().__init__(call, compiled, grid, integers, carveout)
         self._keeps = compiled.direct and tuple([i for i, _, _ in self._ranges]) == _USUAL
 
     def submit(self, q, k, v, k_cache, v_cache, cos_sin, positions, index, cache_positions=None, q_out=None, k_out=None) -> bool:
@@ -134,7 +134,8 @@ def append_plan(call: Call, device: torch.device, *, aligned: bool = True) -> Pl
     num_pages = 0 if k_view is None else k_view.num_pages
     width, row = index_shape(call.index, call.paged)
     integers = (width, row, num_tokens, max_position, num_pages, *(stride for stride, _ in strides))
-    return Plan(call, variant(decode_kernel, device, dtypes, static, geometry.num_warps), grid, integers)
+    compiled = variant(decode_kernel, device, dtypes, static, geometry.num_warps)
+    return Plan(call, compiled, grid, integers, geometry.carveout)
 
 
 def _static(call: Call, geometry: Geometry, page_size: int, device: torch.device) -> Static:

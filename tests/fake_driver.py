@@ -39,6 +39,7 @@ class FakeDriver:
     codes: error codes that the next launches return in turn, without doing anything.
     launches: (stream, device) of every launch that ran.
     arguments: the kernel's parameters by name, of every launch that ran.
+    attributes: its launch attributes, id -> value.
     device, stream: what is current.
     refuse_to_load: an exception that loading a kernel raises, as a missing compiler would; or None.
     """
@@ -47,6 +48,7 @@ class FakeDriver:
         self.codes: list[int] = []
         self.launches: list[tuple[int, int | None]] = []
         self.arguments: list[dict[str, int]] = []
+        self.attributes: list[dict[int, int]] = []
         self.device: int | None = None  # the index of torch.device("cpu")
         self.stream = 0x51
         self.refuse_to_load: BaseException | None = None
@@ -69,6 +71,7 @@ class FakeDriver:
         for module in (plan, prepared):
             monkeypatch.setattr(module, "cu_launch", self.launch)
         monkeypatch.setattr(driver, "cu_launch_kernel_ex", lambda: self.launch)
+        monkeypatch.setattr(driver, "cuda_version", lambda: 13000)
         monkeypatch.setattr(driver, "error_string", lambda code: f"stand-in error {code}")
         monkeypatch.setattr(torch.cuda, "device", type("device", (_OnDevice,), {"driver": self}))
         return self
@@ -105,6 +108,7 @@ class FakeDriver:
             return MISALIGNED_ADDRESS
         self.launches.append((config.stream, self.device))
         self.arguments.append(arguments)
+        self.attributes.append({a.id: a.value for a in config.attributes[: config.num_attributes]})
         execute(loaded, arguments)
         return 0
 

@@ -18,23 +18,23 @@ PTX = """
 
 
 @pytest.mark.parametrize("pdl", [False, True])
-def test_packed_launch_reads_back(pdl):
+@pytest.mark.parametrize("carveout, version", [(-1, 13000), (0, 13000), (100, 12050), (100, 12040)])
+def test_packed_launch_reads_back(pdl, carveout, version, monkeypatch):
+    monkeypatch.setattr(driver, "cuda_version", lambda: version)
     variant = SimpleNamespace(
         options={"num_warps": 4} | ({"launch_pdl": True} if pdl else {}), shared=96, function=0x1234, num_scratch=2
     )
     parameters = (0x7F0000000010, 5, -7, 2**62)
-    config_ref, function, pointers, extra = driver.pack(variant, 33, 0xABCD, parameters)
+    config_ref, function, pointers, extra = driver.pack(variant, 33, 0xABCD, parameters, carveout)
     config = ctypes.cast(config_ref, ctypes.POINTER(Config))[0]
     assert list(config.grid) == [33, 1, 1] and list(config.block) == [128, 1, 1]
     assert (config.shared, config.stream, function.value, extra) == (96, 0xABCD, 0x1234, None)
     values = [ctypes.cast(p, ctypes.POINTER(ctypes.c_int64))[0] for p in pointers]
     assert values == [*parameters, 0, 0]
-    assert config.num_attributes == pdl
-    if pdl:
-        attribute = config.attributes[0]
-        assert (attribute.id, attribute.value) == (6, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    else:
-        assert not config.attributes
+    # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION and, since CUDA 12.5, CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    want = ([(6, 1)] if pdl else []) + ([(14, carveout)] if carveout >= 0 and version >= 12050 else [])
+    assert [(a.id, a.value) for a in config.attributes[: config.num_attributes]] == want
+    assert bool(config.attributes) == bool(want)
 
 
 @pytest.mark.parametrize("given, scratch", [(1, 2), (3, 0), (4, None)])

@@ -25,3 +25,11 @@ def test_programs_count_the_tiles():
     geometry = Geometry(tokens_q=2, heads_q=8, tokens_kv=4, heads_kv=2, num_warps=4, pdl=False)
     assert geometry.programs(5, 20, 3) == 3 * 3 + 2 * (2 * 2)
     assert geometry.programs(5, 20, 0) == 9
+
+
+@pytest.mark.parametrize(
+    "change, said", [({"pdl": 4}, "pdl of 0 to 3"), ({"carveout": 101}, "carveout"), ({"carveout": -2}, "carveout")]
+)
+def test_nonsense_is_refused(change, said):
+    with pytest.raises(ValueError, match=said):
+        check_geometry(decode_geometry(1, 8, 1, 128)._replace(**change))

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 import triton
-from cases import assert_same_storages, build, call_arguments, check, prepare, prepared, run
+from cases import Spec, assert_same_storages, build, call_arguments, check, prepare, prepared, run
 from conftest import INTERPRETED
 from random_cases import CPU_SIZES, random_spec
 from ways import SPECS, TABLE, WAYS, either_way, function_of, with_one_of, with_other_flags, works
@@ -180,3 +180,11 @@ def test_kernels_are_compiled_without_contraction_and_with_their_warps(fake_driv
     (found,) = variants._VARIANTS.values()
     geometry = plan.decode_geometry(4, 3, 2, 16)
     assert found.options == {"num_warps": geometry.num_warps, "num_stages": 1, "enable_fp_fusion": False}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tokens, carveout", [(3, {14: 100}), (1500, {})])
+def test_small_launches_leave_shared_memory_to_their_neighbours(way, tokens, carveout, fake_driver):
+    spec = Spec([0] * tokens, [[r] for r in range(tokens)], num_pages=tokens, heads=(8, 1), head_dim=32, rotary_dim=32)
+    WAYS[way](build(spec, "cpu"))()
+    assert fake_driver.attributes == [carveout]
