@@ -42,6 +42,7 @@ PREFILL = (
     Variant("partial 64 of 128", rotary_dim=64),
     Variant("heads of 96", head_dim=96, rotary_dim=96),
     Variant("fp16", dtype=torch.float16),
+    Variant("no rotation", rotary_dim=0),
     Variant("cu_seqlens", ragged=True),
     Variant("slots in order", in_order=True),
 )
@@ -63,7 +64,7 @@ def prefill_ways(model: Model, tokens: int, sets: int, device: torch.device) -> 
         shape = Model(variant.name, model.num_q_heads, model.num_kv_heads, variant.head_dim, model.hidden)
         case = Case(shape, tokens, device, variant.dtype)
         meta = prompts(case)
-        table = cos_sin_table(variant.rotary_dim, 8192, device)
+        table = cos_sin_table(variant.rotary_dim, 8192, device) if variant.rotary_dim else None
         layers = make_layers(case, meta, sets, 0)
         if variant.ragged:
             options = {"block_table": meta.block_table, "cu_seqlens_q": meta.starts}

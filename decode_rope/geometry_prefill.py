@@ -11,7 +11,7 @@ from .geometry import power_of_two
 
 _WARPS = 4
 _THREADS = 32 * _WARPS
-# What Q's loop keeps in flight per thread. Of rows in halves 64 bytes beat 32 by 0-3 % (H200); of rows in one piece 32 beat 64 by 0.3 %.
+# What Q's loop keeps in flight per thread (H200: in two pieces 64 bytes beat 32 by 0-3 %, of whole rows 32 beat 64 by 0-0.5 %).
 _BYTES_PER_THREAD, _BYTES_PER_THREAD_WHOLE = 64, 32
 _MOST_HEADS = 8
 
@@ -55,22 +55,35 @@ def check_geometry(geometry) -> None:
         raise ValueError(f"geometry: expected tiles of at least two tokens, got {geometry}")
 
 
+def takes_whole_rows(head_dim: int, rotary_dim: int, itemsize: int) -> bool:
+    """Whether a prefill that only appends, with no outputs of its own and no sequences to look up, takes rows in one piece, their
+    halves exchanged between threads, in small tiles. That is 1 to 2 % faster than a piece of either half in one thread (H200,
+    131,072 tokens of 32/8/128 and 8/1/128); 20 % slower with outputs, 8 to 14 % with sequences."""
+    return rotary_dim == head_dim == power_of_two(head_dim) and itemsize == 2
+
+
 def prefill_geometry(
-    num_q_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, itemsize: int, aligned: bool = True
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    itemsize: int,
+    aligned: bool = True,
+    whole: bool = False,
 ) -> PrefillGeometry:
-    """The launch of a prefill. `num_kv_heads` is 0 when only Q rotates, `rotary_dim` 0 when nothing does."""
-    q = plain_tiles(num_q_heads, head_dim, rotary_dim, itemsize, aligned)
-    kv = plain_tiles(num_kv_heads, head_dim, rotary_dim, itemsize, aligned)._replace(loop=1) if num_kv_heads else q
+    """The launch of a prefill. `num_kv_heads` is 0 when only Q rotates, `rotary_dim` 0 when nothing does; `whole`:
+    the kernel takes rows in one piece."""
+    q = plain_tiles(num_q_heads, head_dim, rotary_dim, itemsize, aligned, whole)
+    kv = plain_tiles(num_kv_heads, head_dim, rotary_dim, itemsize, aligned, whole)._replace(loop=1) if num_kv_heads else q
     return PrefillGeometry(q, kv)
 
 
-def plain_tiles(num_heads: int, head_dim: int, rotary_dim: int, itemsize: int, aligned: bool = True) -> Tiles:
-    """The tiles of one tensor: a 16-byte access a thread in the rotated part, or in each half of it where the kernel takes it in
-    halves, and heads side by side, since they are contiguous in memory and share their angles. Unaligned, a quarter of that: every
-    element is an access of its own with a 64-bit address, and a whole tile of them spills."""
-    width, rotated = power_of_two(head_dim), power_of_two(rotary_dim or head_dim)
-    whole = itemsize == 2 and rotary_dim == rotated  # as `kernels.rotation.whole_rows`
-    piece = rotated if whole else rotated // 2 or 1
+def plain_tiles(num_heads: int, head_dim: int, rotary_dim: int, itemsize: int, aligned: bool = True, whole: bool = False) -> Tiles:
+    """The tiles of one tensor: a 16-byte access a thread in each half of the rotated part, or in the `whole` of it, and heads side
+    by side, since they are contiguous in memory and share their angles. Unaligned, a quarter of that: every element
+    is an access of its own with a 64-bit address, and a whole tile of them spills."""
+    width = power_of_two(head_dim)
+    piece = power_of_two(rotary_dim or head_dim) // (1 if whole else 2) or 1
     elements = 16 // itemsize * _THREADS if aligned else _THREADS * 4 // itemsize
     rows = max(2, min(elements // piece, 4 * elements // width, 256))
     heads = min(num_heads & -num_heads, _MOST_HEADS, rows // 2)

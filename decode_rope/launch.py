@@ -40,7 +40,8 @@ class Launch:
     """
 
     __slots__ = (
-        "_align_bits", "_ready", "_table_bits", "carveout", "device", "faults", "flags", "grid", "guard", "integers", "unaligned", "variant",
+        "_align_bits", "_ready", "_table_bits", "carveout", "device", "faults", "flags", "grid", "guard", "integers", "unaligned",
+        "variant",
     )  # fmt: skip
     row_tensors: int
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .geometry_prefill import PrefillGeometry, prefill_geometry
+from .geometry_prefill import PrefillGeometry, prefill_geometry, takes_whole_rows
 from .kernels.prefill import prefill_kernel
 from .launch import UNBOUNDED, AppendPlan, with_stand_ins
 from .layout import cache_view, index_shape, lowest_bit, steps
@@ -37,6 +37,7 @@ class Static(NamedTuple):
     BTK: int
     BHK: int
     LOOPK: int
+    WHOLE: bool
     PDL: bool
     SOFT: bool
 
@@ -115,8 +116,11 @@ def prefill_plan(call: PrefillCall, device: torch.device, *, aligned: bool = Tru
     strides = steps((q, call.k, call.v, *outs), (call.k_cache, call.v_cache), call.kv_layout)
     align = lowest_bit(head_dim * itemsize | v_head_dim * itemsize | 16)
     aligned = aligned and not any(size > 1 and stride * itemsize % align for stride, size in strides)
-    geometry = call.geometry or prefill_geometry(num_q_heads, num_kv_heads, head_dim, rotary_dim, itemsize, aligned)
     view = cache_view(call.k_cache, call.kv_layout) if call.appends() else None
+    only_appends = call.q_out is None and call.k_out is None and call.cu_seqlens is None and (call.k is None or view is not None)
+    whole = aligned and only_appends and takes_whole_rows(head_dim, rotary_dim, itemsize)
+    sizes = (num_q_heads, num_kv_heads, head_dim, rotary_dim, itemsize)
+    geometry = call.geometry or prefill_geometry(*sizes, aligned, whole)
     multi = call.positions.dim() == 2
     static = Static(
         HQ=num_q_heads,
@@ -141,6 +145,7 @@ def prefill_plan(call: PrefillCall, device: torch.device, *, aligned: bool = Tru
         BTK=geometry.kv.tokens,
         BHK=geometry.kv.heads,
         LOOPK=geometry.kv.loop,
+        WHOLE=whole,
         PDL=pdl_mode(device, geometry.pdl, call.enable_pdl) > 0,
         SOFT=INTERPRETED,
     )
@@ -156,4 +161,5 @@ def prefill_plan(call: PrefillCall, device: torch.device, *, aligned: bool = Tru
     )
     dtypes = (*(t.dtype for t in call.kernel_tensors()), torch.int64)
     compiled = variant(prefill_kernel, device, dtypes, static, geometry.num_warps)
-    return PrefillPlan(call, compiled, geometry.programs(q.shape[0], num_q_heads, num_kv_heads, static.CACHE), integers)
+    moved_q_heads = num_q_heads if static.R or static.Q_OUT or not num_kv_heads else 0
+    return PrefillPlan(call, compiled, geometry.programs(q.shape[0], moved_q_heads, num_kv_heads, static.CACHE), integers)

@@ -119,6 +119,8 @@ def _decode(static, a: dict[str, int], at: Callable) -> None:
 def _prefill_programs(static, a: dict[str, int]) -> int:
     stretch = max(static.BTQ, static.BTK)
     each = stretch // static.BTQ * -(-static.HQ // (static.BHQ * static.LOOPQ))
+    if not (static.R or static.Q_OUT) and static.HKV:
+        each = 0  # Q stays as it is
     kv = stretch // static.BTK * -(-static.HKV // (static.BHK * static.LOOPK))
     return -(-a["num_tokens"] // stretch) * (each + kv * (2 if static.CACHE else 1))
 

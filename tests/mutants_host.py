@@ -4,12 +4,16 @@ from mutant import APPLY, DECODE, FAILURES, GPU, LAYOUTS, OLD_CALLS, PACKED, PAC
 
 FAULTS = {
     "plan_prefill.py": [
+        Fault("if static.R or static.Q_OUT or not", "if static.R or not", "unrotated Q gets no programs for its output",
+              lane=PLAIN, tests=(PACKED_PREFILL, "-k", "rotation_of_nothing")),
         Fault("aligned = aligned and not any(", "aligned = aligned or not any(", "unaligned rows are stored as if aligned",
               lane=PLAIN),
         Fault("0 if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1",
               "0 if call.cu_seqlens is None else call.cu_seqlens.shape[0]", "cu_seqlens is read past its end", fast=True),
     ],
     "launch.py": [
+        Fault("stream, parameters, self.carveout)", "stream, parameters)", "launches prefer L1 to shared memory", lane=PLAIN,
+              tests=(PACKED, "-k", "neighbours")),
         Fault("if not self._apart(addresses):", "if False:", "overlapping memory passes once there is a plan",
               tests=(OLD_CALLS, "-k", "half"), fast=True),
         Fault("if not self._apart(addresses):", "if False:", "overlapping memory passes once a prefill has a plan",
@@ -122,6 +126,9 @@ FAULTS = {
               "without torch's guards a call takes the plan of other shapes", lane=PLAIN, tests=(PACKED, "-k", "guards")),
     ],
     "driver.py": [
+        Fault(" and cuda_version() >= _CARVEOUT_SINCE", "", "drivers before CUDA 12.5 get an attribute they refuse", lane=PLAIN),
+        Fault("attribute_at + _ATTRIBUTE_BYTES * i, kind", "attribute_at, kind", "the second launch attribute replaces the first",
+              lane=PLAIN),
         Fault('32 * variant.options["num_warps"]', '16 * variant.options["num_warps"]', "a launch has too few threads",
               lane=PLAIN, fast=True),
         Fault("_STREAM_AT, _PARAMETERS_AT = 32, 56", "_STREAM_AT, _PARAMETERS_AT = 24, 56", "the stream is misplaced",

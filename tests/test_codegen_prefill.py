@@ -8,7 +8,7 @@ from compile_only import GFX942, SM80, SM90, SM100, accesses, compile_kernel, pd
 from conftest import INTERPRETED
 
 from decode_rope import plan_prefill, rotate
-from decode_rope.geometry_prefill import plain_tiles, prefill_geometry
+from decode_rope.geometry_prefill import plain_tiles, prefill_geometry, takes_whole_rows
 from decode_rope.kernels import plain as plain_kernels
 from decode_rope.kernels import prefill as prefill_kernels
 
@@ -31,6 +31,10 @@ SHAPES = {
     "live": dict(CACHE=False, K_OUT=True),
     "NoPE": dict(R=0),
     "three axes": dict(AXES=3),
+    "whole rows": dict(RAGGED=False, PAGED=False),
+    "whole rows, one KV head": dict(RAGGED=False, HQ=8, HKV=1),
+    "whole rows of 64": dict(RAGGED=False, HQ=64, D=64, R=64),
+    "whole rows, GPT-J pairs": dict(RAGGED=False, NEOX=False),
 }
 PLAIN = {
     "Llama": {},
@@ -58,7 +62,9 @@ def compiled(dtype="bf16", target=SM90, **changes):
     shape = dict(HQ=32, HKV=8, D=128, R=128, NEOX=True, AXES=0, CACHE=True, PAGED=True, PAGE=16, RAGGED=True, PDL=False, SOFT=False)
     shape |= dict(OWN_CACHE_POSITIONS=False, Q_OUT=False, K_OUT=False, ALIGN=16, ALIGN_TABLE=16) | changes
     sizes = (shape["HQ"], shape["HKV"], shape["D"], shape["R"], SIZES[dtype])
-    q, kv, num_warps, _ = prefill_geometry(*sizes, aligned=shape["ALIGN"] == 16)
+    aligned, busy = shape["ALIGN"] == 16, shape["RAGGED"] or shape["Q_OUT"] or shape["K_OUT"] or not shape["CACHE"]
+    shape |= dict(WHOLE=aligned and not busy and takes_whole_rows(*sizes[2:]))
+    q, kv, num_warps, _ = prefill_geometry(*sizes, aligned, shape["WHOLE"])
     shape |= dict(DV=shape["D"], BTQ=q.tokens, BHQ=q.heads, LOOPQ=q.loop, BTK=kv.tokens, BHK=kv.heads, LOOPK=kv.loop)
     static = {name: shape[name] for name in plan_prefill.Static._fields}
     return compile_kernel(prefill_kernels.prefill_kernel, types_of(prefill_kernels, dtype), static, target, options(num_warps))
@@ -89,6 +95,17 @@ def assert_streams(kernel, name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_prefill_streams(name):
     assert_streams(compiled(**SHAPES[name]), name)
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("whole rows")])
+def test_whole_rows_meet_through_shuffles(name):
+    """One access a thread and row, none in two pieces; few enough registers for three quarters of all warps."""
+    kernel = compiled(**SHAPES[name])
+    assert accesses(kernel, "st") == [128] * 4  # two groups of Q heads, K and V
+    assert accesses(kernel, "ld").count(128) == 4 + 2 * 2  # those, and cos and sin for Q and for K
+    assert ("shfl.sync" in kernel.asm["ptx"]) == ("GPT-J" not in name) and kernel.metadata.shared == 0
+    assert resources(kernel, 90)["registers"] <= 48
+    assert not re.search(r"cvt\.rn\.bf16\.f32", kernel.asm["ptx"])
 
 
 @pytest.mark.parametrize("name", PLAIN)

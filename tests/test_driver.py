@@ -31,7 +31,7 @@ def test_packed_launch_reads_back(pdl, carveout, version, monkeypatch):
     assert (config.shared, config.stream, function.value, extra) == (96, 0xABCD, 0x1234, None)
     values = [ctypes.cast(p, ctypes.POINTER(ctypes.c_int64))[0] for p in pointers]
     assert values == [*parameters, 0, 0]
-    # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION and, since CUDA 12.5, CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION and, since CUDA 12.5, ..._PREFERRED_SHARED_MEMORY_CARVEOUT
     want = ([(6, 1)] if pdl else []) + ([(14, carveout)] if carveout >= 0 and version >= 12050 else [])
     assert [(a.id, a.value) for a in config.attributes[: config.num_attributes]] == want
     assert bool(config.attributes) == bool(want)

@@ -18,7 +18,7 @@ def test_every_choice_can_be_compiled(heads, metadata_ready):
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_a_server_needs_few_kernels(heads):
-    assert len({decode_geometry(num_tokens, *heads) for num_tokens in range(1, 2049)}) <= 2
+    assert len({decode_geometry(num_tokens, *heads)[:5] for num_tokens in range(1, 2049)}) <= 3
 
 
 def test_programs_count_the_tiles():
@@ -27,9 +27,13 @@ def test_programs_count_the_tiles():
     assert geometry.programs(5, 20, 0) == 9
 
 
-@pytest.mark.parametrize(
-    "change, said", [({"pdl": 4}, "pdl of 0 to 3"), ({"carveout": 101}, "carveout"), ({"carveout": -2}, "carveout")]
-)
-def test_nonsense_is_refused(change, said):
-    with pytest.raises(ValueError, match=said):
-        check_geometry(decode_geometry(1, 8, 1, 128)._replace(**change))
+def test_shared_memory_is_left_alone_where_that_was_better():
+    """In whole steps of H200; wide Q and large launches keep the driver's split."""
+    for metadata_ready in (False, True):
+        for heads, tokens, carveout in (
+            ((16, 8, 128), 64, 100),
+            ((16, 8, 128), 128, -1),
+            ((32, 8, 64), 8, 100),
+            ((32, 8, 128), 1, -1),
+        ):
+            assert decode_geometry(tokens, *heads, metadata_ready).carveout == carveout

@@ -8,7 +8,7 @@ import triton
 from cases import Case, Spec, assert_same_storages, bits, build
 from conftest import INTERPRETED
 from random_cases import CPU_SIZES, random_spec
-from test_prefill import BLOCK_TABLE, CU_SEQLENS, POSITIONS, RAGGED, check, ragged, run_reference
+from test_prefill import BLOCK_TABLE, CU_SEQLENS, POSITIONS, RAGGED, SLOTS, STILL, check, ragged, run_reference
 from ways import reset, with_one_of, with_other_flags
 
 from decode_rope import dispatch, dispatch_prefill, launch, plan_prefill, reference, rotate, variants
@@ -38,6 +38,12 @@ def test_repeated_prefills_of_random_calls(seed, fake_driver):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_ragged_batches(dtype, cu_seqlens, fake_driver):
     start = ragged("cpu", RAGGED.but(q_out=True, k_out="k"), cu_seqlens, dtype)
+    works(start.clone(), start)
+
+
+@pytest.mark.parametrize("changes", STILL, ids=str)
+def test_rotation_of_nothing(changes, fake_driver):
+    start = build(Spec(POSITIONS, slots=SLOTS, rotary_dim=0).but(**changes), "cpu")
     works(start.clone(), start)
 
 

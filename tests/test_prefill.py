@@ -8,7 +8,7 @@ from cases import ACTIVATIONS, CACHES, FLOATS, Case, Spec, assert_same_storages,
 from conftest import ON_GPU
 from guarded_memory import signal_of, walled
 
-from decode_rope import plan_prefill, reference, variants
+from decode_rope import dispatch_prefill, plan_prefill, reference, variants
 from decode_rope.api import rope_append_decode
 from decode_rope.faults import fault_buffer
 from decode_rope.geometry_prefill import PrefillGeometry, Tiles, check_geometry, plain_tiles, prefill_geometry
@@ -96,6 +96,36 @@ def test_no_tile_shape_changes_a_bit(geometry, device):
     for changes in (dict(heads=(3, 1)), dict(heads=(4, 2), is_neox=False, rotary_dim=32, k_out="own")):
         check(ragged(device, RAGGED.but(**changes)), geometry=geometry)
     check(build(Spec(POSITIONS, slots=SLOTS, heads=(3, 2)), device), geometry=geometry)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [dict(), dict(heads=(8, 1), head_dim=128), dict(heads=(3, 2), head_dim=16, is_neox=False), dict(cache="HND", heads=(7, 7))],
+    ids=lambda changes: ", ".join(f"{name}={value}" for name, value in changes.items()),
+)
+def test_rows_in_one_piece(changes, dtype, device, monkeypatch):
+    """What only appends takes rows whole: padding, faults and rows at the ends of tiles included; whatever the index."""
+    by_slot = Spec(POSITIONS, slots=SLOTS, dtype=dtype, head_dim=64).but(**changes)
+    by_request = Spec([*POSITIONS[:19], 2**40], [[3, 6, 1], [0, 2, 5]], tokens_per_request=10, dtype=dtype, head_dim=64).but(
+        **changes
+    )
+    monkeypatch.setattr(dispatch_prefill, "_PLANS", dispatch_prefill.prefill_plans())
+    monkeypatch.setattr(variants, "_VARIANTS", {})
+    for spec in (by_slot, by_request, by_slot.but(heads=(by_slot.heads[0], 0))):
+        check(build(spec, device))
+    assert len(variants._VARIANTS) == 3 and all(v.static.WHOLE for v in variants._VARIANTS.values())
+
+
+STILL = [dict(), dict(q_out=True), dict(heads=(4, 0)), dict(heads=(4, 0), q_out=True), dict(k_out="own"), dict(head_dim=20)]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("changes", STILL, ids=str)
+def test_no_rotation(changes, device):
+    """K and V are appended; Q, which stays as it is, is copied to an output of its own and else takes no programs."""
+    check(build(Spec(POSITIONS, slots=SLOTS, rotary_dim=0).but(**changes), device))
 
 
 @pytest.mark.kernel
@@ -433,8 +463,9 @@ def test_impossible_geometries(bad):
 def test_every_shape_of_heads_has_tiles(itemsize, rotary):
     for heads in (*range(1, 41), 48, 64, 71, 96, 128):
         for head_dim in (2, 16, 64, 80, 96, 100, 128, 192, 256, 512):
-            geometry = prefill_geometry(heads, heads, head_dim, 2 * int(rotary * head_dim / 2), itemsize)
-            check_geometry(geometry)
+            for whole in (False, True):
+                geometry = prefill_geometry(heads, heads, head_dim, 2 * int(rotary * head_dim / 2), itemsize, True, whole)
+                check_geometry(geometry)
             tiles = plain_tiles(heads, head_dim, head_dim, itemsize)
             assert tiles.groups(heads) * tiles.heads * tiles.loop >= heads
             assert tiles.tokens * tiles.heads * tiles.loop * head_dim * itemsize <= 2 * 128 * 64

@@ -48,7 +48,7 @@ STREAM = tl.constexpr(True)
 def load_heads(
     ptr, base, stride_h, block, group, num_tokens,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, TAIL: tl.constexpr,
-    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
     """The rotated pairs of LOOP groups of heads, and with TAIL the elements behind them; `base` is each row's
     token offset."""
@@ -58,7 +58,7 @@ def load_heads(
         _token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
         row = row_pointers(ptr, base + head * stride_h, ALIGN)
         if R > 0:
-            pairs += (load_pairs(row, ok, R, NEOX, STREAM),)
+            pairs += (load_pairs(row, ok, R, NEOX, STREAM, WHOLE),)
         if TAIL:
             tails += (load_span(row, ok, R, D - R, STREAM),)
     return pairs, tails
@@ -68,7 +68,7 @@ def load_heads(
 def store_heads(
     ptr, base, stride_h, turned, turn, pairs, tails, block, group, num_tokens,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, OUT: tl.constexpr, TAIL: tl.constexpr,
-    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
     """What `load_heads` reads, written to memory laid out alike: turned in the rows that `turn`. The others keep
     the bits they have there; with OUT, where they have none yet, they get `pairs`."""
@@ -77,9 +77,9 @@ def store_heads(
         row = row_pointers(ptr, base + head * stride_h, ALIGN)
         if R > 0:
             # Two masked stores, for a select after rounding costs the packed conversions to bf16.
-            store_pairs(row, ok & turn, turned[i][0], turned[i][1], R, NEOX, STREAM)
+            store_pairs(row, ok & turn, turned[i][0], turned[i][1], R, NEOX, STREAM, WHOLE)
             if OUT:
-                store_pairs(row, ok & (turn == 0), pairs[i][0], pairs[i][1], R, NEOX, STREAM)
+                store_pairs(row, ok & (turn == 0), pairs[i][0], pairs[i][1], R, NEOX, STREAM, WHOLE)
         if TAIL:
             store_span(row, ok, tails[i], R, D - R, STREAM)
 

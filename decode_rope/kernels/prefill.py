@@ -110,7 +110,7 @@ def _store_rows(
     index_len, stride_index, num_tokens, num_pages, stride_p, stride_t, stride_h,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     OWN_CACHE_POSITIONS: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Write LOOP groups of heads to the slots of their tokens, which are in `request` (one for all, or one a
     row)."""
@@ -124,7 +124,7 @@ def _store_rows(
         token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
         row = row_pointers(cache_ptr, slot + head * stride_h, ALIGN)
         if R > 0:
-            store_pairs(row, ok & writes, pairs[i][0], pairs[i][1], R, NEOX, STREAM)
+            store_pairs(row, ok & writes, pairs[i][0], pairs[i][1], R, NEOX, STREAM, WHOLE)
         if R < D:
             store_span(row, ok & writes, tails[i], R, D - R, STREAM)
     if REPORT:
@@ -139,7 +139,7 @@ def _store(
     stride_p, stride_t, stride_h,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Find the requests of a tile's tokens, then `_store_rows`."""
     token, _head, _ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
@@ -156,7 +156,7 @@ def _store(
                 request, block, group, pairs, tails, tl.where(inside, pos, -1), tl.where(inside, bad, -1), cache_ptr,
                 cache_positions_ptr, index_ptr, faults_ptr,
                 index_len, stride_index, num_tokens, num_pages, stride_p, stride_t, stride_h,
-                H, D, R, NEOX, PAGED, PAGE, OWN_CACHE_POSITIONS, REPORT, ALIGN, BT, BH, LOOP,
+                H, D, R, NEOX, PAGED, PAGE, OWN_CACHE_POSITIONS, REPORT, ALIGN, BT, BH, LOOP, WHOLE,
             )  # fmt: skip
             cursor = tl.maximum(ends, cursor + 1)
     else:
@@ -167,7 +167,7 @@ def _store(
         _store_rows(
             request, block, group, pairs, tails, pos, bad, cache_ptr, cache_positions_ptr, index_ptr, faults_ptr,
             index_len, stride_index, num_tokens, num_pages, stride_p, stride_t, stride_h,
-            H, D, R, NEOX, PAGED, PAGE, OWN_CACHE_POSITIONS, REPORT, ALIGN, BT, BH, LOOP,
+            H, D, R, NEOX, PAGED, PAGE, OWN_CACHE_POSITIONS, REPORT, ALIGN, BT, BH, LOOP, WHOLE,
         )  # fmt: skip
 
 
@@ -186,12 +186,12 @@ def _rotate_tile(
     num_tokens, max_position, num_requests, stride_axis, stride_q_t, stride_q_h, stride_qo_t, stride_qo_h,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, RAGGED: tl.constexpr,
     OUT: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, SOFT: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
     TAIL: tl.constexpr = OUT and R < D
     pairs, tails = load_heads(
-        q_ptr, token * stride_q_t, stride_q_h, block, group, num_tokens, H, D, R, NEOX, TAIL, ALIGN, BT, BH, LOOP
+        q_ptr, token * stride_q_t, stride_q_h, block, group, num_tokens, H, D, R, NEOX, TAIL, ALIGN, BT, BH, LOOP, WHOLE
     )
     turned = pairs
     turn = ok
@@ -208,7 +208,7 @@ def _rotate_tile(
             report_faults(faults_ptr, token, tl.where(bad >= 0, POSITION, 0), bad, group, head, BT)
     store_heads(
         q_out_ptr, token * stride_qo_t, stride_qo_h, turned, turn, pairs, tails, block, group, num_tokens,
-        H, D, R, NEOX, OUT, TAIL, ALIGN, BT, BH, LOOP,
+        H, D, R, NEOX, OUT, TAIL, ALIGN, BT, BH, LOOP, WHOLE,
     )  # fmt: skip
 
 
@@ -221,11 +221,11 @@ def _k_tile(
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr,
     PAGE: tl.constexpr, RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, K_OUT: tl.constexpr,
     ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
-    SOFT: tl.constexpr,
+    WHOLE: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     token, head, _ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
     pairs, tails = load_heads(
-        k_ptr, token * stride_k_t, stride_k_h, block, group, num_tokens, H, D, R, NEOX, R < D, ALIGN, BT, BH, LOOP
+        k_ptr, token * stride_k_t, stride_k_h, block, group, num_tokens, H, D, R, NEOX, R < D, ALIGN, BT, BH, LOOP, WHOLE
     )
     pos, valid = _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requests, RAGGED)
     bad = past_table(positions_ptr, token, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
@@ -239,13 +239,13 @@ def _k_tile(
     if K_OUT:
         store_heads(
             k_out_ptr, token * stride_ko_t, stride_ko_h, turned, (pos >= 0) & (bad < 0), pairs, tails, block, group, num_tokens,
-            H, D, R, NEOX, True, R < D, ALIGN, BT, BH, LOOP,
+            H, D, R, NEOX, True, R < D, ALIGN, BT, BH, LOOP, WHOLE,
         )  # fmt: skip
     _store(
         block, group, turned, tails, pos, bad, k_cache_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, faults_ptr,
         index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests,
         stride_kc_p, stride_kc_t, stride_kc_h,
-        H, D, R, NEOX, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, True, ALIGN, BT, BH, LOOP,
+        H, D, R, NEOX, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, True, ALIGN, BT, BH, LOOP, WHOLE,
     )  # fmt: skip
 
 
@@ -268,7 +268,7 @@ def _v_tile(
         block, group, pairs, rows, pos, bad, v_cache_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, faults_ptr,
         index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests,
         stride_vc_p, stride_vc_t, stride_vc_h,
-        H, DV, 0, True, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, False, ALIGN, BT, BH, LOOP,
+        H, DV, 0, True, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, False, ALIGN, BT, BH, LOOP, False,
     )  # fmt: skip
 
 
@@ -334,6 +334,7 @@ def prefill_kernel(
     BTK: tl.constexpr,
     BHK: tl.constexpr,
     LOOPK: tl.constexpr,
+    WHOLE: tl.constexpr,  # NeoX rows are read and written in one piece
     PDL: tl.constexpr,
     SOFT: tl.constexpr,  # integer rounding to bf16, for the interpreter
 ):
@@ -344,7 +345,8 @@ def prefill_kernel(
     NQ: tl.constexpr = (HQ + BHQ * LOOPQ - 1) // (BHQ * LOOPQ)
     NK: tl.constexpr = (HKV + BHK * LOOPK - 1) // (BHK * LOOPK)
     STRETCH: tl.constexpr = max(BTQ, BTK)
-    Q_TILES: tl.constexpr = STRETCH // BTQ * NQ
+    # Without a rotation Q in place stays as it is, and gets no programs: an H200 starts 0.8 a nanosecond, empty or not.
+    Q_TILES: tl.constexpr = STRETCH // BTQ * NQ if R > 0 or Q_OUT or HKV == 0 else 0
     K_TILES: tl.constexpr = STRETCH // BTK * NK
     V_TILES: tl.constexpr = K_TILES if CACHE else 0
     pid = tl.program_id(0)
@@ -355,14 +357,14 @@ def prefill_kernel(
             stretch * (STRETCH // BTQ) + tile // NQ, tile % NQ, q_ptr, q_out_ptr, cos_sin_ptr, positions_ptr, cu_seqlens_ptr,
             axis_map_ptr, faults_ptr, num_tokens, max_position, num_requests, stride_axis,
             stride_q_t, stride_q_h, stride_qo_t, stride_qo_h,
-            HQ, D, R, NEOX, AXES, RAGGED, Q_OUT, HKV == 0, ALIGN, ALIGN_TABLE, BTQ, BHQ, LOOPQ, SOFT,
+            HQ, D, R, NEOX, AXES, RAGGED, Q_OUT, HKV == 0, ALIGN, ALIGN_TABLE, BTQ, BHQ, LOOPQ, WHOLE, SOFT,
         )  # fmt: skip
     elif not CACHE:
         _rotate_tile(
             stretch * (STRETCH // BTK) + (tile - Q_TILES) // NK, (tile - Q_TILES) % NK, k_ptr, k_out_ptr, cos_sin_ptr,
             positions_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr, num_tokens, max_position, num_requests, stride_axis,
             stride_k_t, stride_k_h, stride_ko_t, stride_ko_h,
-            HKV, D, R, NEOX, AXES, RAGGED, True, True, ALIGN, ALIGN_TABLE, BTK, BHK, LOOPK, SOFT,
+            HKV, D, R, NEOX, AXES, RAGGED, True, True, ALIGN, ALIGN_TABLE, BTK, BHK, LOOPK, False, SOFT,
         )  # fmt: skip
     elif tile < Q_TILES + K_TILES:
         _k_tile(
@@ -370,7 +372,8 @@ def prefill_kernel(
             cos_sin_ptr, positions_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr,
             index_len, stride_index, num_tokens, max_position, num_pages, tokens_per_request, num_requests,
             stride_axis, stride_k_t, stride_k_h, stride_ko_t, stride_ko_h, stride_kc_p, stride_kc_t, stride_kc_h,
-            HKV, D, R, NEOX, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, K_OUT, ALIGN, ALIGN_TABLE, BTK, BHK, LOOPK, SOFT,
+            HKV, D, R, NEOX, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, K_OUT, ALIGN, ALIGN_TABLE, BTK, BHK, LOOPK,
+            WHOLE, SOFT,
         )  # fmt: skip
     else:
         tile -= Q_TILES + K_TILES

@@ -17,8 +17,8 @@ SLOT = tl.constexpr(4)
 
 @triton.constexpr_function
 def power_of_two(n):
-    """The smallest power of two that is at least `n`. Ours, because SGLang 0.5.23 replaces `triton.next_power_of_2` by a function that
-    kernels cannot call."""
+    """The smallest power of two that is at least `n`. Not Triton's, because SGLang 0.5.23 replaces that by a function that kernels
+    cannot call."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -50,22 +50,15 @@ def widen(x, SOFT: tl.constexpr):
         return x.to(tl.float32)
 
 
-@triton.constexpr_function
-def whole_rows(dtype, rotary_dim, stream):
-    """Whether `load_pairs` and `store_pairs` take NeoX rows in one piece and pair their halves up through shuffles: behind the same
-    number of bytes, one access a thread keeps DRAM 1 % busier than two (H200, prefill of 32/8/128). For elements of two bytes, since
-    four take a detour through shared memory."""
-    return stream and dtype.primitive_bitwidth == 16 and rotary_dim == power_of_two(rotary_dim)
-
-
 @triton.jit
-def load_pairs(row_ptr, row_ok, R: tl.constexpr, NEOX: tl.constexpr, STREAM: tl.constexpr = False):
+def load_pairs(
+    row_ptr, row_ok, R: tl.constexpr, NEOX: tl.constexpr, STREAM: tl.constexpr = False, WHOLE: tl.constexpr = False
+):  # fmt: skip
     """The two members of every rotated pair, each `[ROWS, power_of_two(R/2)]`. STREAM, here and below: more bytes go by than a
-    cache holds."""
+    cache holds. WHOLE: take NeoX rows in one piece, whose halves then meet through shuffles; R is a power of two."""
     FIRST_OUT: tl.constexpr = "evict_first" if STREAM else ""
     HALF: tl.constexpr = R // 2
     P: tl.constexpr = power_of_two(HALF)
-    WHOLE: tl.constexpr = whole_rows(row_ptr.dtype.element_ty, R, STREAM)
     if NEOX and WHOLE:
         d = tl.arange(0, R)[None, :]
         x = tl.load(row_ptr + d, mask=row_ok, other=0.0, eviction_policy=FIRST_OUT)
@@ -83,11 +76,12 @@ def load_pairs(row_ptr, row_ok, R: tl.constexpr, NEOX: tl.constexpr, STREAM: tl.
 
 
 @triton.jit
-def store_pairs(row_ptr, row_ok, y1, y2, R: tl.constexpr, NEOX: tl.constexpr, STREAM: tl.constexpr = False):
+def store_pairs(
+    row_ptr, row_ok, y1, y2, R: tl.constexpr, NEOX: tl.constexpr, STREAM: tl.constexpr = False, WHOLE: tl.constexpr = False
+):  # fmt: skip
     MODIFIER: tl.constexpr = ".cs" if STREAM else ""
     HALF: tl.constexpr = R // 2
     P: tl.constexpr = power_of_two(HALF)
-    WHOLE: tl.constexpr = whole_rows(row_ptr.dtype.element_ty, R, STREAM)
     if NEOX and WHOLE:
         d = tl.arange(0, R)[None, :]
         y = tl.reshape(tl.trans(tl.join(y1, y2), 0, 2, 1), [y1.shape[0], R])
