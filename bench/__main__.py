@@ -65,7 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
     host.set_defaults(run=_host)
     step = modes.add_parser("step", parents=[_common(240, 30)], help="a whole decode step of real models' sizes")
     step.add_argument("--no-attention-pdl", action="store_true", help="attention waits for all before it (default: its own choice)")
-    step.add_argument("--context", type=_positive, default=1024, help="tokens of every request (default: %(default)s)")
+    step.add_argument(
+        "--context", type=_positive, default=workloads.STEP_CONTEXT, help="tokens of every request (default: %(default)s)"
+    )
     step.set_defaults(run=_step)
     ncu = modes.add_parser("ncu", parents=[_common(240, 1)], help="DRAM bytes counted by Nsight Compute")
     ncu.add_argument("--child", nargs="+", metavar="MODEL:TOKENS", help=argparse.SUPPRESS)
@@ -181,8 +183,10 @@ def _tiles(args: argparse.Namespace, runner: Runner) -> bool:
 
 def _label(args: argparse.Namespace) -> str:
     """`decode`, and what sets this run apart from a plain one: part of the results file's name."""
-    flags = ("in_model", "attention_pdl", "hot", "flush", "separate", "prefill")
-    return "-".join([args.mode, *(flag.replace("_", "-") for flag in flags if getattr(args, flag, False))])
+    flags = ("in_model", "attention_pdl", "no_attention_pdl", "hot", "flush", "separate", "prefill")
+    context = getattr(args, "context", workloads.STEP_CONTEXT)
+    own = [] if context == workloads.STEP_CONTEXT else [f"context-{context}"]
+    return "-".join([args.mode, *(flag.replace("_", "-") for flag in flags if getattr(args, flag, False)), *own])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_PROGRAMMATIC_STREAM_SERIALIZATION, _PREFERRED_SHARED_MEMORY_CARVEOUT = 6, 14
 _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64}
 
 
@@ -32,7 +32,8 @@ class LaunchConfig(ctypes.Structure):
 
 
 class Facts(NamedTuple):
-    """How a kernel is launched. arguments: (`p` pointer or `q` int64, value) in the kernel's order, Triton's own last."""
+    """How a kernel is launched. arguments: (`p` pointer or `q` int64, value) in the kernel's order, Triton's own last. carveout: in
+    percent, -1 for none asked for."""
 
     function: int
     grid: int
@@ -40,6 +41,7 @@ class Facts(NamedTuple):
     shared: int
     pdl: bool
     arguments: list[tuple[str, int]]
+    carveout: int = -1
 
 
 def facts_of(launch: Any) -> Facts:
@@ -53,7 +55,7 @@ def facts_of(launch: Any) -> Facts:
     arguments += [("q", number) for number in plan.integers]
     arguments += [("p", 0)] * variant.num_scratch
     pdl = bool(variant.options.get("launch_pdl"))
-    return Facts(variant.function, plan.grid, variant.options["num_warps"], variant.shared, pdl, arguments)
+    return Facts(variant.function, plan.grid, variant.options["num_warps"], variant.shared, pdl, arguments, plan.carveout)
 
 
 def resident_programs(facts: Facts) -> int:
@@ -76,15 +78,18 @@ def kernel_parameters(arguments: Sequence[tuple[str, int]]) -> tuple[ctypes.Arra
     return (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values)), values
 
 
-def launch_config(facts: Facts, stream: int) -> tuple[LaunchConfig, LaunchAttribute]:
-    """The configuration, and the attribute it points at, which must be kept alive."""
-    attribute = LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
-    attribute.value.number = 1
-    config = LaunchConfig(shared=facts.shared, stream=stream, num_attributes=int(facts.pdl))
+def launch_config(facts: Facts, stream: int) -> tuple[LaunchConfig, ctypes.Array]:
+    """The configuration, and the attributes it points at, which must be kept alive."""
+    wanted = [(_PROGRAMMATIC_STREAM_SERIALIZATION, 1)] * facts.pdl
+    wanted += [(_PREFERRED_SHARED_MEMORY_CARVEOUT, facts.carveout)] * (facts.carveout >= 0)
+    attributes = (LaunchAttribute * 2)()
+    for attribute, (kind, number) in zip(attributes, wanted, strict=False):
+        attribute.id, attribute.value.number = kind, number
+    config = LaunchConfig(shared=facts.shared, stream=stream, num_attributes=len(wanted))
     config.grid[:] = (facts.grid, 1, 1)
     config.block[:] = (32 * facts.num_warps, 1, 1)
-    config.attributes = ctypes.pointer(attribute)
-    return config, attribute
+    config.attributes = attributes
+    return config, attributes
 
 
 def raw_launch(launch: Any, stream: int) -> Callable[[], None]:
@@ -96,9 +101,9 @@ def raw_launch(launch: Any, stream: int) -> Callable[[], None]:
     """
     facts = facts_of(launch)
     parameters, values = kernel_parameters(facts.arguments)
-    config, attribute = launch_config(facts, stream)
+    config, attributes = launch_config(facts, stream)
     call, function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p(facts.function)
-    by_reference, kept = ctypes.byref(config), (values, config, attribute, launch)
+    by_reference, kept = ctypes.byref(config), (values, config, attributes, launch)
 
     def run(_kept: tuple = kept) -> None:
         if code := call(by_reference, function, parameters, None):

@@ -24,7 +24,7 @@ from bench.runner import Runner, cell, fastest, passed
 from bench.stats import paired, summarize
 
 BASE = "without"
-OURS = ("ours", "ours-plain", "ours-late", "ours-meta")
+OURS = ("ours", "ours-plain", "ours-last", "ours-meta")
 
 
 def block(

@@ -20,11 +20,10 @@ from bench.report import columns, rounded
 from bench.runner import Runner, passed
 from bench.stats import paired, summarize
 from bench.transformer import EPS, NETWORKS, Network, Weights, decoder_layer, head_rms_norm, make_weights
-from bench.workloads import UsageError
+from bench.workloads import STEP_CONTEXT, UsageError
 
 BATCHES = (1, 8, 64)
-CONTEXT = 1024
-OURS = ("ours", "ours-plain", "ours-late", "ours-meta")
+OURS = ("ours", "ours-plain", "ours-last", "ours-meta")
 BASELINE = "flashinfer"
 TOLERANCE = 0.02  # bf16 through tens of layers
 
@@ -106,7 +105,7 @@ def measure(
     providers: list[Provider],
     runner: Runner,
     pdl: bool | None = None,
-    context: int = CONTEXT,
+    context: int = STEP_CONTEXT,
 ) -> dict[str, Any]:
     """One JSON row: microseconds a step by provider, and what each saves against the baseline."""
     case = Case(network.model, batch)
@@ -164,7 +163,7 @@ def run(
     peers: list[str],
     runner: Runner,
     pdl: bool | None = None,
-    context: int = CONTEXT,
+    context: int = STEP_CONTEXT,
 ) -> None:
     """`pdl`: of the attention; None is its own choice. `context`: tokens of every request, or fewer where memory ends."""
     report = runner.report

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 PAGE_SIZE = 16
 BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
+STEP_CONTEXT = 1024  # tokens of every request of a whole step
 PREFILL_TOKENS = (1, 16, 128, 1024, 4096, 16384, 65536, 131072)
 
 

@@ -407,6 +407,8 @@ def test_driver_structures_have_the_layout_of_the_c_headers():
     assert (*config.grid, *config.block, config.shared, config.stream) == (7, 1, 1, 128, 1, 1, 96, 123)
     assert config.num_attributes == 1 and config.attributes[0].id == 6 and config.attributes[0].value.number == 1
     assert driver.launch_config(facts._replace(pdl=False), 123)[0].num_attributes == 0
+    config, _ = driver.launch_config(facts._replace(carveout=100), 123)
+    assert [(a.id, a.value.number) for a in config.attributes[: config.num_attributes]] == [(6, 1), (14, 100)]
     pointers, values = driver.kernel_parameters(facts.arguments)
     assert len(pointers) == 3 and [v.value for v in values] == [1 << 40, -3, None]
     assert ctypes.c_int64.from_address(pointers[1]).value == -3
