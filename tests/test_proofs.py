@@ -206,7 +206,7 @@ def test_the_mutation_run_tells_what_became_of_a_mutant(tmp_path, monkeypatch):
     shown = []
     outcomes = run_mutants.try_all(list(tried.values()), 1, tmp_path, shown.append)
     assert [o.result for o in outcomes] == list(tried) and len(shown) == 3
-    assert outcomes[0].by == "tests/test_driver.py::test_packed_launch_reads_back[False]"
+    assert outcomes[0].by == "tests/test_driver.py::test_packed_launch_reads_back[-1-13000-False]"
     assert run_mutants.summary(outcomes[:1], 1.0, None) == 0
     assert [run_mutants.summary(outcomes[i : i + 1], 1.0, None) for i in (1, 2)] == [1, 1]
     assert run_mutants.summary([], 1.0, None) == 1
@@ -220,7 +220,7 @@ def test_a_test_that_is_red_anyway_has_seen_nothing(tmp_path):
     path = directory / "tests" / "test_driver.py"
     path.write_text(path.read_text() + "\n\ndef test_always_red():\n    assert False\n")
     seen = [run_mutants.Outcome(mutant, "killed", by=f"tests/test_driver.py::{name}") for name in (
-        "test_always_red", "test_packed_launch_reads_back[False]"
+        "test_always_red", "test_packed_launch_reads_back[-1-13000-False]"
     )]  # fmt: skip
     try:
         assert [o.result for o in run_mutants._without_red_tests(slot, seen)] == ["red before", "killed"]
