@@ -108,7 +108,7 @@ def test_no_tile_shape_changes_a_bit(geometry, device):
 def test_rows_in_one_piece(changes, dtype, device, monkeypatch):
     """What only appends takes rows whole: padding, faults and rows at the ends of tiles included; whatever the index."""
     by_slot = Spec(POSITIONS, slots=SLOTS, dtype=dtype, head_dim=64).but(**changes)
-    by_request = Spec([*POSITIONS[:19], 2**40], [[3, 6, 1], [0, 2, 5]], tokens_per_request=10, dtype=dtype, head_dim=64).but(
+    by_request = Spec([*range(10), *range(9), 2**40], [[3, 6, 1], [0, 2, 5]], tokens_per_request=10, dtype=dtype, head_dim=64).but(
         **changes
     )
     monkeypatch.setattr(dispatch_prefill, "_PLANS", dispatch_prefill.prefill_plans())
