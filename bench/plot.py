@@ -7,6 +7,8 @@ from typing import Any
 from bench.workloads import UsageError
 
 _KEYS = {"decode": "us", "decode-hot": "us", "decode-in-model": "added", "prefill": "gbps", "waves": "gbps"}
+_KEYS |= {"decode-in-model-attention-pdl": "added"}
+_STYLES = {"ours-plain": ":", "ours-pdl": "--", "ours-meta": "-.", "ours-last": "--", "empty-pdl": "--", "copy-pdl": ":"}
 _LOOKS = {"ours": ("black", 2.2), "peer": (None, 1.2), "floor": ("grey", 1.0)}
 
 
@@ -59,10 +61,12 @@ def draw(report: dict[str, Any], path: str) -> None:
     down = -(-len(groups) // across)
     figure, axes = pyplot.subplots(down, across, figsize=(5.2 * across, 3.8 * down), squeeze=False, layout="constrained")
     for axis, (title, rows) in zip(axes.flat, groups.items(), strict=False):
+        axis.set_prop_cycle(color=[color for color in pyplot.get_cmap("tab10").colors if len(set(color)) > 1])  # grey is for floors
         for name, points in series(rows, key).items():
             color, width = _look(name)
-            style = {"ours-plain": ":", "ours-pdl": "--", "ours-meta": "-.", "empty-pdl": "--"}.get(name, "-")
-            axis.plot(*zip(*points, strict=True), label=name, color=color, linewidth=width, linestyle=style, marker=".")
+            axis.plot(
+                *zip(*points, strict=True), label=name, color=color, linewidth=width, linestyle=_STYLES.get(name, "-"), marker="."
+            )
         if report["mode"] != "waves":  # whose steps are even
             axis.set_xscale("log", base=2)
         if key == "us":

@@ -13,8 +13,9 @@ COLUMNS = {
     "TokenSpeed": "tokenspeed",
     "FlashInfer rope + append": "flashinfer",
     "empty kernel": "empty-pdl",
-    "bytes ÷ copy": None,
+    "copy of as many bytes": "copy-pdl",
 }
+FLOORS = ("empty-pdl", "copy-pdl")
 
 
 def table(results: dict) -> str:
@@ -28,8 +29,8 @@ def table(results: dict) -> str:
 
 
 def _cells(row: dict) -> list[str]:
-    values = {name: row["us"][key]["median"] if key else row["copy_us"] for name, key in COLUMNS.items()}
-    best = min(value for name, value in values.items() if COLUMNS[name] not in (None, "empty-pdl"))
+    values = {name: row["us"][key]["median"] for name, key in COLUMNS.items()}
+    best = min(value for name, value in values.items() if COLUMNS[name] not in FLOORS)
     return [f"**{value:.2f}**" if value == best else f"{value:.2f}" for value in values.values()]
 
 
