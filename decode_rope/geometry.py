@@ -67,7 +67,7 @@ def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_d
     up to 6 % worse below. PDL wins at every size, by 0.5 µs a launch, where launches follow each other.
 
     Whole steps with FlashInfer's attention (bench/FACTS.md) choose the carveout: without it 32/8/64 and 16/8/128 at 8 tokens and
-    8/1/128 at 64 lose 2 to 5 % of the step, with it 32/8/128 at one token loses 1 to 3 %.
+    8/1/128 at 64 lose 2 to 5 % of the step, with it 32/8/128 at one token loses 1 to 4 %.
     """
     small = num_tokens * (num_q_heads + 2 * num_kv_heads) * head_dim <= _FEW_ELEMENTS
     warps = 1 if small and not metadata_ready else 4
