@@ -59,7 +59,7 @@ def power_of_two(n: int) -> int:
 def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int, metadata_ready: bool = False) -> Geometry:
     """The launch of a decode step. `num_kv_heads` is 0 when only Q rotates.
 
-    Measured on an H200 (Triton 3.6, bf16, 32/8/128, 8/1/128 and 64/8/64 heads, 1-1024 tokens, 2026-11-29): tiles that fill four
+    Measured on an H200 (Triton 3.6, bf16, the shapes of heads below, 1-1024 tokens, 2026-11-29): tiles that fill four
     warps with one 16-byte access a thread are within 4 % of the best from 650,000 elements on, and at any size when metadata is
     read before the PDL wait. Up to 330,000 elements, where the wait comes first and its latency counts, one-warp tiles of a single
     token win by 0-15 %; at 390,000 (32/8/128, 64 tokens) they lose 4 %, at 490,000 (9/3/64, 512) 29 %. Of few KV heads such tiles
@@ -67,7 +67,7 @@ def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_d
     up to 6 % worse below. PDL wins at every size, by 0.5 µs a launch, where launches follow each other.
 
     Whole steps with FlashInfer's attention (bench/FACTS.md) choose the carveout: without it 32/8/64 and 16/8/128 at 8 tokens and
-    8/1/128 at 64 lose 2 to 5 % of the step, with it 32/8/128 at one token loses 1 to 4 %.
+    8/1/128 at 64 lose 2 to 5 % of the step, with it 32/8/128 at one token loses 1 to 3 %.
     """
     small = num_tokens * (num_q_heads + 2 * num_kv_heads) * head_dim <= _FEW_ELEMENTS
     warps = 1 if small and not metadata_ready else 4
