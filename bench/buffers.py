@@ -182,8 +182,8 @@ def _randn(shape: tuple[int, ...], case: Case, generator: torch.Generator) -> Te
 
 
 def context_for(case: Case, layers: int, *, limit_bytes: float = 8e9, most: int = 4096, least: int = 64) -> int:
-    """Longest context (a multiple of the page) whose caches fit in `limit_bytes` over all layers."""
+    """Longest context (a multiple of the page) whose caches fit in `limit_bytes` over all layers, from `least` to `most`."""
     model = case.model
     a_token = layers * case.tokens * model.num_kv_heads * model.head_dim * 2 * case.dtype.itemsize
     context = int(limit_bytes // a_token) // case.page_size * case.page_size
-    return max(least, min(most, context))
+    return min(most, max(least, context))

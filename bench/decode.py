@@ -81,7 +81,7 @@ def floors(providers: list[Provider], case: Case, meta: Meta, layers: list[Layer
 
 
 def measure(case: Case, providers: list[Provider], options: Options, runner: Runner) -> dict[str, list[float]]:
-    """Microseconds a launch of every provider and of the empty kernels: name -> samples."""
+    """Microseconds a launch of every provider and of the floors: name -> samples."""
     count = 1 if options.hot else options.layers
     meta = decode_meta(case, context_for(case, count), options.seed)
     layers = make_layers(case, meta, count, options.seed, packed=options.packed) * (options.layers // count)

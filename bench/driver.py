@@ -4,6 +4,8 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from bench.providers import need
+
 _PROGRAMMATIC_STREAM_SERIALIZATION, _PREFERRED_SHARED_MEMORY_CARVEOUT = 6, 14
 _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64}
 
@@ -55,7 +57,8 @@ def facts_of(launch: Any) -> Facts:
     arguments += [("q", number) for number in plan.integers]
     arguments += [("p", 0)] * variant.num_scratch
     pdl = bool(variant.options.get("launch_pdl"))
-    return Facts(variant.function, plan.grid, variant.options["num_warps"], variant.shared, pdl, arguments, plan.carveout)
+    carveout = plan.carveout if need("decode_rope.driver", "knows_carveout")() else -1
+    return Facts(variant.function, plan.grid, variant.options["num_warps"], variant.shared, pdl, arguments, carveout)
 
 
 def resident_programs(facts: Facts) -> int:

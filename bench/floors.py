@@ -19,9 +19,10 @@ def empty_kernel(ptr, PDL: tl.constexpr):
 
 
 @triton.jit
-def copy_kernel(source_ptr, target_ptr, count, WORDS: tl.constexpr):
-    gdc_launch_dependents()
-    gdc_wait()
+def copy_kernel(source_ptr, target_ptr, count, WORDS: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     place = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     tl.store(target_ptr + place, tl.load(source_ptr + place, mask=place < count), mask=place < count)
 
@@ -43,13 +44,19 @@ def empty_launch(grid: tuple[int, ...], num_warps: int, *, pdl: bool) -> Callabl
     return launch
 
 
+def words_of(moved: int) -> int:
+    """Words of four bytes to copy so that `moved` bytes are read or written: a multiple of 16, or Triton would not know that
+    accesses of 16 bytes fit."""
+    return -(-moved // 128) * 16
+
+
 def copy_launch(moved: int) -> Callable[[], None]:
     """A kernel with PDL that reads and writes `moved` bytes in all, from one buffer of its own to another."""
-    words = max(1, moved // 8)
+    words = words_of(moved)
     source, target = (torch.zeros(words, dtype=torch.int32, device="cuda") for _ in range(2))
 
     def launch() -> None:
-        copy_kernel[(triton.cdiv(words, _WORDS),)](source, target, words, _WORDS, num_warps=_WARPS, launch_pdl=True)
+        copy_kernel[(-(-words // _WORDS),)](source, target, words, _WORDS, True, num_warps=_WARPS, launch_pdl=True)
 
     return launch
 

@@ -44,6 +44,11 @@ def version() -> str:
     return f"{cuda_version() // 1000}.{cuda_version() % 1000 // 10}"
 
 
+def knows_carveout() -> bool:
+    """Whether a launch may ask the driver for shared memory."""
+    return cuda_version() >= _CARVEOUT_SINCE
+
+
 def scratch_parameters(ptx: str, given: int) -> int | None:
     """How many trailing scratch pointers Triton gave a kernel beyond its `given` parameters; None if its PTX shows anything
     else, in which case it must not be launched from here."""
@@ -62,11 +67,11 @@ def pack(variant, grid: int, stream: int, parameters: tuple[int, ...], carveout:
         grid: number of programs.
         stream: CUstream, as an int.
         parameters: the kernel's 64-bit parameters in order; Triton's scratch pointers, last, are null: these kernels use none.
-        carveout: how much of a multiprocessor's L1 should be shared memory meanwhile, in percent; -1, and before CUDA 12.5
-            always, leaves that to the driver.
+        carveout: how much shared memory a multiprocessor should keep meanwhile, in percent of the most it can have; a hint. -1,
+            and before CUDA 12.5 always, leaves that to the driver.
     """
     attributes = [(_PROGRAMMATIC_STREAM_SERIALIZATION, 1)] if variant.options.get("launch_pdl") else []
-    if carveout >= 0 and cuda_version() >= _CARVEOUT_SINCE:
+    if carveout >= 0 and knows_carveout():
         attributes.append((_PREFERRED_SHARED_MEMORY_CARVEOUT, carveout))
     count = len(parameters) + variant.num_scratch
     attribute_at = _PARAMETERS_AT + 8 * count

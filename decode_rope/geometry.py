@@ -1,4 +1,5 @@
-"""How many heads and tokens one program takes, how many warps it has, and whether PDL pays: one small function of the sizes.
+"""How many heads and tokens one program takes, how many warps it has, whether PDL pays, and how much shared memory others find: one
+small function of the sizes.
 
 Results never depend on it; only time does.
 """
@@ -16,9 +17,10 @@ class Geometry(NamedTuple):
     `pdl`: programmatic dependent launch where the caller leaves it open, and when kernels behind this one may be scheduled: 0 off,
     1 at once, 2 when all before this launch has ended (with metadata ready, at once), 3 when this launch has.
 
-    `carveout`: percent of the L1 to be shared memory while this launch runs, -1 for the driver's choice. The kernel needs none, but
-    a multiprocessor must be idle to change the split, so that a GEMM or attention kernel, which live on shared memory, cannot share
-    one with a launch that prefers L1.
+    `carveout`: shared memory to keep while this launch runs, in percent of the most there can be; -1 for the driver's choice. The
+    kernel needs none, but a multiprocessor must be idle to change the split between it and L1, so that a GEMM or attention kernel,
+    which live on shared memory, cannot share one with a launch that prefers L1. Launches through `kernel[grid]`, which a profiler's
+    hooks bring about, cannot ask for it.
     """
 
     tokens_q: int
@@ -40,6 +42,8 @@ def check_geometry(geometry) -> None:
     """Raise a TypeError or ValueError for a geometry no kernel can be built with."""
     if not isinstance(geometry, Geometry):
         raise TypeError(f"geometry: expected a decode_rope.geometry.Geometry, got {type(geometry).__name__}")
+    if not all(isinstance(n, int) for n in geometry):
+        raise TypeError(f"geometry: expected integers, got {geometry}")
     if any(n < 1 or n & (n - 1) for n in geometry[:5]):
         raise ValueError(f"geometry: expected powers of two, got {geometry}")
     if geometry.pdl not in (0, 1, 2, 3):

@@ -3,7 +3,15 @@
 from mutant import APPLY, DECODE, FAILURES, GPU, LAYOUTS, OLD_CALLS, PACKED, PACKED_PREFILL, PLAIN, PREFILL, PREPARED, ROWS, Fault
 
 FAULTS = {
+    "geometry.py": [
+        Fault("warps > 1 or num_tokens > _FEW_TOKENS", "warps > 1", "few KV heads never share a program with other tokens",
+              lane=PLAIN, tests=("tests/test_geometry.py",)),
+    ],
     "plan_prefill.py": [
+        Fault("call.k_out is None and call.cu_seqlens is None", "call.k_out is None", "rows of sequences are taken whole",
+              lane=PLAIN, tests=(PACKED_PREFILL, "-k", "pieces")),
+        Fault("only_appends = call.q_out is None and call.k_out is None and", "only_appends =",
+              "rows with outputs of their own are taken whole", lane=PLAIN, tests=(PACKED_PREFILL, "-k", "one_piece")),
         Fault("if static.R or static.Q_OUT or not", "if static.R or not", "unrotated Q gets no programs for its output",
               lane=PLAIN, tests=(PACKED_PREFILL, "-k", "rotation_of_nothing")),
         Fault("aligned = aligned and not any(", "aligned = aligned or not any(", "unaligned rows are stored as if aligned",
@@ -126,7 +134,7 @@ FAULTS = {
               "without torch's guards a call takes the plan of other shapes", lane=PLAIN, tests=(PACKED, "-k", "guards")),
     ],
     "driver.py": [
-        Fault(" and cuda_version() >= _CARVEOUT_SINCE", "", "drivers before CUDA 12.5 get an attribute they refuse", lane=PLAIN),
+        Fault("carveout >= 0 and knows_carveout()", "carveout >= 0", "old drivers get an attribute they refuse", lane=PLAIN),
         Fault("attribute_at + _ATTRIBUTE_BYTES * i, kind", "attribute_at, kind", "the second launch attribute replaces the first",
               lane=PLAIN),
         Fault('32 * variant.options["num_warps"]', '16 * variant.options["num_warps"]', "a launch has too few threads",

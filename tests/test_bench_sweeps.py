@@ -9,7 +9,7 @@ from test_bench import CPU, CpuGraph, on_cpu, report, runner  # noqa: F401
 
 import decode_rope
 from bench import driver, everything, prefill, sweep, tiles, variants, waves, workloads
-from bench.__main__ import build_parser, main
+from bench.__main__ import _label, build_parser, main
 from bench.buffers import Case
 
 SMALL = workloads.Model("small", 4, 2, 16, 64)
@@ -122,6 +122,51 @@ def test_tiles_to_try_can_be_built_and_include_several(model, tokens):
         assert len({tiles.label(g) for g in found}) >= 4
         for candidate in found:
             check(candidate)
+    chosen = geometry.decode_geometry(tokens, model.num_q_heads, model.num_kv_heads, model.head_dim)
+    assert {g[5:] for g in tiles.decode_tiles(model, tokens)} == {chosen[5:]}  # all but tiles and warps
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("moved", [8, 25_100, 1 << 16])
+def test_the_copying_floor_copies(moved, device):
+    from bench import floors
+
+    words = floors.words_of(moved)
+    assert words % 16 == 0 and moved <= 8 * words < moved + 128
+    source, target = (
+        torch.arange(words + 64, dtype=torch.int32, device=device),
+        torch.zeros(words + 64, dtype=torch.int32, device=device),
+    )
+    programs = -(-words // floors._WORDS)
+    floors.copy_kernel[(programs,)](source, target, words, floors._WORDS, False)
+    assert torch.equal(target[:words], source[:words]) and not target[words:].any()
+
+
+def test_results_files_are_named_after_what_sets_a_run_apart():
+    for arguments, name in (
+        (["step"], "step"),
+        (["step", "--context", "256", "--no-attention-pdl"], "step-no-attention-pdl-context-256"),
+        (["decode", "--in-model", "--attention-pdl"], "decode-in-model-attention-pdl"),
+        (["tiles", "--prefill"], "tiles-prefill"),
+    ):
+        assert _label(build_parser().parse_args(arguments)) == name
+
+
+@pytest.mark.parametrize("context", [16, 200, 1024])
+def test_a_step_has_the_context_it_is_given(context, monkeypatch):
+    """Or a shorter one where memory ends."""
+    from bench import step
+
+    class Stop(Exception):
+        pass
+
+    def meta(case, positions, *_, **__):
+        raise Stop(positions)
+
+    monkeypatch.setattr(step, "decode_meta", meta)
+    network = step.find_networks(["llama-3.2-1b"])[0]
+    with pytest.raises(Stop, match=str(context)):
+        step.measure(network, 1, [], [], None, context=context)
 
 
 def test_waves_count_programs(on_cpu, report, runner, monkeypatch):  # noqa: F811

@@ -35,6 +35,7 @@ SHAPES = {
     "whole rows, one KV head": dict(RAGGED=False, HQ=8, HKV=1),
     "whole rows of 64": dict(RAGGED=False, HQ=64, D=64, R=64),
     "whole rows, GPT-J pairs": dict(RAGGED=False, NEOX=False),
+    "whole rows of 256": dict(RAGGED=False, HQ=8, HKV=4, D=256, R=256),
 }
 PLAIN = {
     "Llama": {},
@@ -62,8 +63,8 @@ def compiled(dtype="bf16", target=SM90, **changes):
     shape = dict(HQ=32, HKV=8, D=128, R=128, NEOX=True, AXES=0, CACHE=True, PAGED=True, PAGE=16, RAGGED=True, PDL=False, SOFT=False)
     shape |= dict(OWN_CACHE_POSITIONS=False, Q_OUT=False, K_OUT=False, ALIGN=16, ALIGN_TABLE=16) | changes
     sizes = (shape["HQ"], shape["HKV"], shape["D"], shape["R"], SIZES[dtype])
-    aligned, busy = shape["ALIGN"] == 16, shape["RAGGED"] or shape["Q_OUT"] or shape["K_OUT"] or not shape["CACHE"]
-    shape |= dict(WHOLE=aligned and not busy and takes_whole_rows(*sizes[2:]))
+    aligned, busy = shape["ALIGN"] > SIZES[dtype], shape["RAGGED"] or shape["Q_OUT"] or shape["K_OUT"]
+    shape |= dict(WHOLE=aligned and not busy and takes_whole_rows(*sizes[2:], shape["ALIGN"]))
     q, kv, num_warps, _ = prefill_geometry(*sizes, aligned, shape["WHOLE"])
     shape |= dict(DV=shape["D"], BTQ=q.tokens, BHQ=q.heads, LOOPQ=q.loop, BTK=kv.tokens, BHK=kv.heads, LOOPK=kv.loop)
     static = {name: shape[name] for name in plan_prefill.Static._fields}

@@ -2,7 +2,8 @@
 
 import pytest
 
-from decode_rope.geometry import Geometry, check_geometry, decode_geometry
+from decode_rope.geometry import Geometry, check_geometry, decode_geometry, power_of_two
+from decode_rope.kernels import rotation
 
 HEADS = [(32, 8, 128), (8, 1, 128), (64, 8, 64), (71, 1, 64), (1, 1, 2), (5, 1, 100), (9, 3, 64), (128, 8, 512), (7, 0, 128)]
 
@@ -18,7 +19,18 @@ def test_every_choice_can_be_compiled(heads, metadata_ready):
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_a_server_needs_few_kernels(heads):
-    assert len({decode_geometry(num_tokens, *heads)[:5] for num_tokens in range(1, 2049)}) <= 3
+    assert len({decode_geometry(num_tokens, *heads)[:6] for num_tokens in range(1, 2049)}) <= 3
+
+
+def test_few_kv_heads_share_a_program_with_other_tokens_once_there_are_many():
+    for heads, few, many in (((8, 1, 128), (1, 2), (4, 1)), ((9, 3, 64), (1, 4), (2, 4)), ((2, 2, 64), (1, 2), (4, 2))):
+        for num_tokens, want in ((1, few), (128, few), (129, many)):
+            assert decode_geometry(num_tokens, *heads)[2:4] == want
+
+
+def test_both_powers_of_two_are_one():
+    """The kernels know no other file, and no other file knows the kernels'."""
+    assert [rotation.power_of_two(n) for n in range(600)] == [power_of_two(n) for n in range(600)]
 
 
 def test_programs_count_the_tiles():

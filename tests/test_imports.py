@@ -60,9 +60,11 @@ def test_kernels_import_triton_and_each_other(name):
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("kernels/")])
 def test_kernels_call_nothing_that_another_package_may_replace(name):
     """SGLang 0.5.23 puts a plain function in the place of `triton.next_power_of_2`; then no kernel that calls it compiles."""
-    tree = ast.parse(FILES[name].read_text())
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "triton"}
+    nodes = list(ast.walk(ast.parse(FILES[name].read_text())))
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "triton"}
     assert used <= {"jit", "constexpr_function"}
+    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    assert modules <= {"triton.language.extra.cuda"}
 
 
 def test_rotation_is_below_the_other_kernels():

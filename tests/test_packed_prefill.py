@@ -41,6 +41,35 @@ def test_ragged_batches(dtype, cu_seqlens, fake_driver):
     works(start.clone(), start)
 
 
+@pytest.mark.parametrize(
+    "changes, whole",
+    [
+        ({}, True),
+        (dict(is_neox=False), True),
+        (dict(head_dim=256), True),
+        (dict(head_dim=512), False),  # rows of more than a warp
+        (dict(v_head_dim=60), False),  # accesses of 8 bytes
+        (dict(rotary_dim=32), False),
+        (dict(head_dim=48), False),
+        (dict(dtype=torch.float32), False),
+        (dict(shift=1), False),
+        (dict(q_out=True), False),
+        (dict(k_out="own"), False),
+    ],
+    ids=str,
+)
+def test_rows_in_one_piece_where_that_is_faster(changes, whole, fake_driver):
+    start = build(Spec(POSITIONS, slots=SLOTS).but(**changes), "cpu")
+    works(start.clone(), start, times=1)
+    assert [v.static.WHOLE for v in variants._VARIANTS.values()][-1] == whole
+
+
+def test_rows_of_sequences_are_taken_in_pieces(fake_driver):
+    start = ragged("cpu")
+    works(start.clone(), start, times=1)
+    assert not any(v.static.WHOLE for v in variants._VARIANTS.values())
+
+
 @pytest.mark.parametrize("changes", STILL, ids=str)
 def test_rotation_of_nothing(changes, fake_driver):
     start = build(Spec(POSITIONS, slots=SLOTS, rotary_dim=0).but(**changes), "cpu")

@@ -162,6 +162,7 @@ BUILD = {
     "three heads": Bad(ValueError, "geometry: expected powers of two", give(geometry=Geometry(1, 3, 1, 4, 4, False))),
     "no tokens": Bad(ValueError, "geometry: expected powers of two", give(geometry=Geometry(0, 2, 1, 4, 4, False))),
     "pdl of 4": Bad(ValueError, "geometry: expected pdl of 0 to 3", give(geometry=Geometry(1, 2, 1, 4, 4, 4))),
+    "a carveout of 1.0": Bad(TypeError, "geometry: expected integers", give(geometry=Geometry(1, 2, 1, 4, 4, 1, 1.0))),
     "a carveout of 101": Bad(ValueError, "geometry: expected a carveout", give(geometry=Geometry(1, 2, 1, 4, 4, 1, 101))),
     "one row": Bad(ValueError, "geometry: expected tiles of at least two rows", give(geometry=Geometry(1, 2, 1, 1, 4, False))),
 }  # fmt: skip
