@@ -6,8 +6,8 @@ from typing import Any
 
 from bench.workloads import UsageError
 
-_KEYS = {"decode": "us", "decode-hot": "us", "decode-in-model": "added", "prefill": "gbps", "waves": "gbps"}
-_KEYS |= {"decode-in-model-attention-pdl": "added"}
+_KEYS = {"decode": "us", "decode-hot": "us", "prefill": "gbps", "waves": "gbps"}
+_KEYS |= dict.fromkeys(("decode-in-model", "decode-in-model-attention-pdl"), "added")
 _STYLES = {"ours-plain": ":", "ours-pdl": "--", "ours-meta": "-.", "ours-last": "--", "empty-pdl": "--", "copy-pdl": ":"}
 _LOOKS = {"ours": ("black", 2.2), "peer": (None, 1.2), "floor": ("grey", 1.0)}
 
@@ -56,12 +56,13 @@ def draw(report: dict[str, Any], path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    colors = [color for color in pyplot.get_cmap("tab10").colors if len(set(color)) > 1]  # grey is for floors
     groups = panels(report)
     across = min(3, len(groups))
     down = -(-len(groups) // across)
     figure, axes = pyplot.subplots(down, across, figsize=(5.2 * across, 3.8 * down), squeeze=False, layout="constrained")
     for axis, (title, rows) in zip(axes.flat, groups.items(), strict=False):
-        axis.set_prop_cycle(color=[color for color in pyplot.get_cmap("tab10").colors if len(set(color)) > 1])  # grey is for floors
+        axis.set_prop_cycle(color=colors)
         for name, points in series(rows, key).items():
             color, width = _look(name)
             axis.plot(

@@ -14,6 +14,7 @@ from torch import Tensor
 from bench import timing
 from bench.attention import Attention, make_attention
 from bench.buffers import Case, Layer, Meta, context_for, decode_meta, make_layers
+from bench.in_model import OURS
 from bench.providers import Provider, Unavailable, load
 from bench.providers.ours import Bound
 from bench.report import columns, rounded
@@ -23,7 +24,6 @@ from bench.transformer import EPS, NETWORKS, Network, Weights, decoder_layer, he
 from bench.workloads import STEP_CONTEXT, UsageError
 
 BATCHES = (1, 8, 64)
-OURS = ("ours", "ours-plain", "ours-last", "ours-meta")
 BASELINE = "flashinfer"
 TOLERANCE = 0.03  # bf16 through tens of layers: 0.024 in 80 of them (H200)
 

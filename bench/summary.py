@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from bench.decode import FLOORS
+
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ("32/8/128", "8/1/128", "64/8/64")
 BATCHES = (1, 8, 64, 256, 1024)
@@ -15,7 +17,6 @@ COLUMNS = {
     "empty kernel": "empty-pdl",
     "copy of as many bytes": "copy-pdl",
 }
-FLOORS = ("empty-pdl", "copy-pdl")
 
 
 def table(results: dict) -> str:

@@ -38,7 +38,7 @@ class PrefillGeometry(NamedTuple):
 
     def programs(self, num_tokens: int, num_q_heads: int, num_kv_heads: int, writes_cache: bool) -> int:
         """Programs of a launch: Q tiles, K tiles and as many V tiles for every stretch of tokens that holds
-        whole tiles of each."""
+        whole tiles of each. `num_q_heads` is 0 where Q stays as it is."""
         stretch = max(self.q.tokens, self.kv.tokens)
         q_tiles = stretch // self.q.tokens * self.q.groups(num_q_heads)
         k_tiles = stretch // self.kv.tokens * self.kv.groups(num_kv_heads)

@@ -13,11 +13,9 @@ _LAUNCHES = {
     "default": (None, False, None),
     "plain": (False, False, None),
     "pdl": (True, False, None),
-    "early": (True, False, 1),
     "late": (True, False, 2),
     "last": (True, False, 3),
     "meta": (True, True, None),
-    "meta-early": (True, True, 1),
     "meta-last": (True, True, 3),
 }
 _FUNCTIONS = {

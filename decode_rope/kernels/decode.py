@@ -227,13 +227,12 @@ def decode_kernel(
     # A dependent kernel waits for our completion before it reads, so it may be scheduled from here on: worth 0.2-0.4 us at
     # small grids (H200).
     if PDL:
-        EARLY: tl.constexpr = PDL == 1 or (PDL == 2 and PREFETCH)
-        if EARLY:
+        if PDL == 1 or (PDL == 2 and PREFETCH):
             gdc_launch_dependents()
         if not PREFETCH:
             gdc_wait()
-        if PDL == 2 and not EARLY:
-            gdc_launch_dependents()
+            if PDL == 2:
+                gdc_launch_dependents()
     NQ: tl.constexpr = (HQ + BHQ - 1) // BHQ
     NK: tl.constexpr = (HKV + BHK - 1) // BHK
     pid = tl.program_id(0).to(tl.int64)

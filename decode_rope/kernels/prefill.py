@@ -364,7 +364,7 @@ def prefill_kernel(
             stretch * (STRETCH // BTK) + (tile - Q_TILES) // NK, (tile - Q_TILES) % NK, k_ptr, k_out_ptr, cos_sin_ptr,
             positions_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr, num_tokens, max_position, num_requests, stride_axis,
             stride_k_t, stride_k_h, stride_ko_t, stride_ko_h,
-            HKV, D, R, NEOX, AXES, RAGGED, True, True, ALIGN, ALIGN_TABLE, BTK, BHK, LOOPK, False, SOFT,
+            HKV, D, R, NEOX, AXES, RAGGED, True, True, ALIGN, ALIGN_TABLE, BTK, BHK, LOOPK, WHOLE, SOFT,
         )  # fmt: skip
     elif tile < Q_TILES + K_TILES:
         _k_tile(
