@@ -16,6 +16,7 @@ _ATTRIBUTE_BYTES = 72
 _PROGRAMMATIC_STREAM_SERIALIZATION, _PREFERRED_SHARED_MEMORY_CARVEOUT = 6, 14
 _CARVEOUT_SINCE = 12050  # the CUDA version whose drivers know it
 _INVALID_CONTEXT = 201
+_WORDS = {f"{kind}{bits}" for kind in "ubs" for bits in (32, 64)}  # of PTX; what `pack` can pass
 
 
 @cache
@@ -56,7 +57,7 @@ def scratch_parameters(ptx: str, given: int) -> int | None:
     if entry is None:
         return None
     kinds = re.findall(r"\.param\s+\.(\w+)", entry[1])
-    return len(kinds) - given if len(kinds) >= given and set(kinds) <= {"u64", "b64", "s64"} else None
+    return len(kinds) - given if len(kinds) >= given and set(kinds) <= _WORDS else None
 
 
 def pack(variant, grid: int, stream: int, parameters: tuple[int, ...], carveout: int = -1) -> tuple:
@@ -66,7 +67,8 @@ def pack(variant, grid: int, stream: int, parameters: tuple[int, ...], carveout:
         variant: a loaded `variants.Variant`.
         grid: number of programs.
         stream: CUstream, as an int.
-        parameters: the kernel's 64-bit parameters in order; Triton's scratch pointers, last, are null: these kernels use none.
+        parameters: the kernel's parameters in order, in 64 bits each, of which the driver reads the lower half where a parameter
+            has 32; Triton's scratch pointers, last, are null: these kernels use none.
         carveout: how much shared memory a multiprocessor should keep meanwhile, in percent of the most it can have; a hint. -1,
             and before CUDA 12.5 always, leaves that to the driver.
     """

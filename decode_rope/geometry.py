@@ -6,8 +6,7 @@ Results never depend on it; only time does.
 
 from typing import NamedTuple
 
-_FEW_ELEMENTS = 350_000  # of q, k and v together
-_FEW_TOKENS = 128
+_VERY_FEW_ELEMENTS, _FEW_ELEMENTS = 50_000, 350_000  # of q, k and v together
 _MANY_Q_COLUMNS = 4096
 
 
@@ -60,27 +59,25 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int, metadata_ready: bool = False) -> Geometry:
+def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int) -> Geometry:
     """The launch of a decode step. `num_kv_heads` is 0 when only Q rotates.
 
-    Measured on an H200 (Triton 3.6, bf16, the shapes of heads below, 1-1024 tokens, 2026-11-29): tiles that fill four
-    warps with one 16-byte access a thread are within 4 % of the best from 650,000 elements on, and at any size when metadata is
-    read before the PDL wait. Up to 330,000 elements, where the wait comes first and its latency counts, one-warp tiles of a single
-    token win by 0-15 %; at 390,000 (32/8/128, 64 tokens) they lose 4 %, at 490,000 (9/3/64, 512) 29 %. Of few KV heads such tiles
-    waste threads: K/V tiles of several tokens are 10-14 % better at 256 tokens (8/1/128, 9/3/64), 4 % better to 2 % worse at 128,
-    up to 6 % worse below. PDL wins at every size, by 0.5 µs a launch, where launches follow each other.
+    Measured on an H200 (Triton 3.6, bf16, 1-1024 tokens of 32/8/128, 8/1/128, 64/8/64, 2026-11-30): up to 330,000 elements,
+    programs of 8-byte accesses are 2-17 % faster than those of 16-byte ones, from 390,000 on slower, by 2 % and later by 8; and
+    in a model, where instructions have left the caches when a launch starts, shorter programs save up to 0.2 us. Up to 50,000
+    elements one warp does as well as four back to back, and leaves registers to the attention kernel behind it: four cost
+    Llama-3-8B with one request 8 % of a step.
 
     Whole steps with FlashInfer's attention (bench/FACTS.md) choose the carveout: without it 32/8/64 and 16/8/128 at 8 tokens and
     8/1/128 at 64 lose 2 to 5 % of the step, with it 32/8/128 at one token loses 1 to 3 %.
     """
-    small = num_tokens * (num_q_heads + 2 * num_kv_heads) * head_dim <= _FEW_ELEMENTS
-    warps = 1 if small and not metadata_ready else 4
-    # 8 elements a thread in each half of a head: one 16-byte access of bf16.
-    rows = max(2, 8 * 32 * warps // power_of_two(head_dim // 2))
-    tokens_q, heads_q = _tile(num_q_heads, rows, warps > 1)
-    tokens_kv, heads_kv = _tile(max(num_kv_heads, 1), rows, warps > 1 or num_tokens > _FEW_TOKENS)
-    carveout = 100 if small and num_q_heads * head_dim < _MANY_Q_COLUMNS else -1
-    return Geometry(tokens_q, heads_q, tokens_kv, heads_kv, warps, 1, carveout)
+    elements = num_tokens * (num_q_heads + 2 * num_kv_heads) * head_dim
+    warps = 1 if elements <= _VERY_FEW_ELEMENTS else 4
+    access = 4 if elements <= _FEW_ELEMENTS else 8  # elements a thread in each half of a head
+    rows = max(2, access * 32 * warps // power_of_two(head_dim // 2))
+    tiles = (*_tile(num_q_heads, rows, warps > 1), *_tile(max(num_kv_heads, 1), rows, warps > 1))
+    carveout = 100 if elements <= _FEW_ELEMENTS and num_q_heads * head_dim < _MANY_Q_COLUMNS else -1
+    return Geometry(*tiles, warps, 1, carveout)
 
 
 def _tile(num_heads: int, rows: int, several_tokens: bool) -> tuple[int, int]:

@@ -11,9 +11,10 @@ from .geometry import power_of_two
 
 _WARPS = 4
 _THREADS = 32 * _WARPS
-# What Q's loop keeps in flight per thread (H200: in two pieces 64 bytes beat 32 by 0-3 %, of whole rows 32 beat 64 by 0-0.5 %).
-_BYTES_PER_THREAD, _BYTES_PER_THREAD_WHOLE = 64, 32
-_MOST_HEADS = 8
+# What a loop over heads keeps in flight per thread (H200: in two pieces 64 bytes beat 32 by 0-3 % in place, and lose 2 % with an
+# output; of whole rows 32 beat 64 by 0-0.5 %).
+_BYTES_PER_THREAD, _FEWER_BYTES_PER_THREAD = 64, 32
+_MOST_HEADS, _MOST_HEADS_APART = 8, 4
 
 
 class Tiles(NamedTuple):
@@ -56,13 +57,13 @@ def check_geometry(geometry) -> None:
 
 
 def takes_whole_rows(head_dim: int, rotary_dim: int, itemsize: int, align: int) -> bool:
-    """Whether a prefill that only appends, with no outputs of its own and no sequences to look up, takes rows in one piece, their
-    halves exchanged between the threads of a warp, in small tiles. `align`: bytes an access may have.
+    """Whether a prefill that only appends, with no outputs of its own and no sequences to look up, takes the rotated part of a row
+    in one piece, its halves exchanged between the threads of a warp, in small tiles. `align`: bytes an access may have.
 
     1.5 % (32/8/128) to 3 % (8/1/128) faster than pieces of both halves in one thread (H200, 131,072 tokens); 20 % slower with
     outputs, 8 to 14 % with sequences. The halves of longer rows, or of rows in narrower accesses, would meet in shared memory.
     """
-    return rotary_dim == head_dim == power_of_two(head_dim) and itemsize == 2 and align == 16 and head_dim <= 256
+    return 0 < rotary_dim == power_of_two(rotary_dim) and itemsize == 2 and align == 16 and rotary_dim <= 256
 
 
 def prefill_geometry(
@@ -81,17 +82,28 @@ def prefill_geometry(
     return PrefillGeometry(q, kv)
 
 
-def plain_tiles(num_heads: int, head_dim: int, rotary_dim: int, itemsize: int, aligned: bool = True, whole: bool = False) -> Tiles:
+def plain_tiles(
+    num_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    itemsize: int,
+    aligned: bool = True,
+    whole: bool = False,
+    own_output: bool = False,
+    apart: bool = False,
+) -> Tiles:
     """The tiles of one tensor: a 16-byte access a thread in each half of the rotated part, or in the `whole` of it, and heads side
-    by side, since they are contiguous in memory and share their angles. Unaligned, a quarter of that: every element
-    is an access of its own with a 64-bit address, and a whole tile of them spills."""
+    by side, since they are contiguous in memory and share their angles; fewer of them where they lie `apart`, further than tokens
+    (H200, `[B, H, S, D]`: 4 tokens of 4 heads beat 2 of 8 by 6 %). Unaligned, a quarter of that: every element is an access of its
+    own with a 64-bit address, and a whole tile of them spills."""
     width = power_of_two(head_dim)
     piece = power_of_two(rotary_dim or head_dim) // (1 if whole else 2) or 1
     elements = 16 // itemsize * _THREADS if aligned else _THREADS * 4 // itemsize
     rows = max(2, min(elements // piece, 4 * elements // width, 256))
-    heads = min(num_heads & -num_heads, _MOST_HEADS, rows // 2)
+    heads = min(num_heads & -num_heads, _MOST_HEADS_APART if apart else _MOST_HEADS, rows // 2)
     loop = 1
-    in_flight, most = rows * width * itemsize // _THREADS, _BYTES_PER_THREAD_WHOLE if whole else _BYTES_PER_THREAD
-    while aligned and 2 * loop * in_flight <= most and num_heads % (2 * loop * heads) == 0:
+    moved = power_of_two(rotary_dim) if whole else width  # whole rows are of a Q in place, or not repeated
+    most = _FEWER_BYTES_PER_THREAD if whole or own_output else _BYTES_PER_THREAD
+    while aligned and 2 * loop * rows * moved * itemsize // _THREADS <= most and num_heads % (2 * loop * heads) == 0:
         loop *= 2
     return Tiles(rows // heads, heads, loop)

@@ -11,7 +11,7 @@ from .faults import fault_buffer
 from .layout import span
 from .variants import INTERPRETED, Variant
 
-UNBOUNDED = 2**63 - 1  # as a number of positions
+UNBOUNDED = 2**31 - 1  # as a number of positions, where nothing looks at it
 _MAX_KNOWN = 1024
 # Of the kernels' tensors, in order: rows, caches, and what is only read.
 _ROWS, _CACHES, _READ = range(3)
@@ -104,7 +104,7 @@ class Launch:
         return packed
 
     def pack(self, addresses: tuple[int, ...], stream: int) -> tuple:
-        parameters = (*addresses, self.faults.data_ptr(), *self.integers)
+        parameters = self.variant.in_order((*addresses, self.faults.data_ptr(), *self.integers))
         return driver.pack(self.variant, self.grid, stream, parameters, self.carveout)
 
 

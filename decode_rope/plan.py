@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import driver
 from .geometry import Geometry, decode_geometry
-from .kernels.decode import decode_kernel
+from .kernels.decode import INTEGERS, POINTERS, decode_kernel
 from .launch import UNBOUNDED, AppendPlan, cu_launch, current_device, launch_hooks, raw_stream, with_stand_ins
 from .layout import cache_view, index_shape, lowest_bit, steps
 from .variants import INTERPRETED, Variant, pdl_mode, variant
@@ -42,6 +42,8 @@ class Static(NamedTuple):
     BHK: int
     PDL: int
     PREFETCH: bool
+    WIDE: bool
+    FENCE: bool
     SOFT: bool
 
 
@@ -120,7 +122,7 @@ def append_plan(call: Call, device: torch.device, *, aligned: bool = True) -> Pl
     """
     q, num_tokens = call.q, call.q.shape[0]
     num_kv_heads = 0 if call.k is None else call.k.shape[1]
-    geometry = call.geometry or decode_geometry(num_tokens, q.shape[1], num_kv_heads, q.shape[2], call.metadata_ready)
+    geometry = call.geometry or decode_geometry(num_tokens, q.shape[1], num_kv_heads, q.shape[2])
     k_view = None if call.k is None else cache_view(call.k_cache, call.kv_layout)
     static = _static(call, geometry, 1 if k_view is None else k_view.page_size, device)
     outs = (q if call.q_out is None else call.q_out, call.k if call.k_out is None else call.k_out)
@@ -134,7 +136,8 @@ def append_plan(call: Call, device: torch.device, *, aligned: bool = True) -> Pl
     num_pages = 0 if k_view is None else k_view.num_pages
     width, row = index_shape(call.index, call.paged)
     integers = (width, row, num_tokens, max_position, num_pages, *(stride for stride, _ in strides))
-    compiled = variant(decode_kernel, device, dtypes, static, geometry.num_warps)
+    static = static._replace(WIDE=max(integers) >= 2**31)
+    compiled = variant(decode_kernel, (*POINTERS, *INTEGERS), device, dtypes, static, geometry.num_warps)
     return Plan(call, compiled, grid, integers, geometry.carveout)
 
 
@@ -166,5 +169,7 @@ def _static(call: Call, geometry: Geometry, page_size: int, device: torch.device
         BHK=geometry.heads_kv,
         PDL=pdl,
         PREFETCH=pdl > 0 and call.metadata_ready,
+        WIDE=False,  # `append_plan` knows
+        FENCE=not INTERPRETED and torch.version.hip is None,
         SOFT=INTERPRETED,
     )

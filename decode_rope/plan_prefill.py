@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .geometry_prefill import PrefillGeometry, prefill_geometry, takes_whole_rows
-from .kernels.prefill import prefill_kernel
+from .kernels.prefill import INTEGERS, POINTERS, prefill_kernel
 from .launch import UNBOUNDED, AppendPlan, with_stand_ins
 from .layout import cache_view, index_shape, lowest_bit, steps
 from .variants import INTERPRETED, pdl_mode, variant
@@ -160,6 +160,6 @@ def prefill_plan(call: PrefillCall, device: torch.device, *, aligned: bool = Tru
         *(stride for stride, _ in strides),
     )
     dtypes = (*(t.dtype for t in call.kernel_tensors()), torch.int64)
-    compiled = variant(prefill_kernel, device, dtypes, static, geometry.num_warps)
+    compiled = variant(prefill_kernel, (*POINTERS, *INTEGERS), device, dtypes, static, geometry.num_warps)
     moved_q_heads = num_q_heads if static.R or static.Q_OUT or not num_kv_heads else 0
     return PrefillPlan(call, compiled, geometry.programs(q.shape[0], moved_q_heads, num_kv_heads, static.CACHE), integers)

@@ -104,7 +104,7 @@ class DecodeRope:
             return self
         done = set()
         for num_tokens in range(1, max_tokens + 1):
-            geometry = self.geometry or decode_geometry(num_tokens, *self.heads[:3], self.metadata_ready)
+            geometry = self.geometry or decode_geometry(num_tokens, *self.heads[:3])
             if geometry not in done:
                 done.add(geometry)
                 call = self._example(num_tokens, torch.device("meta"))

@@ -10,7 +10,7 @@ from .checks_prefill import check_apply
 from .dispatch import PlanBook
 from .faults import fault_buffer
 from .geometry_prefill import Tiles, plain_tiles
-from .kernels.plain import plain_kernel
+from .kernels.plain import INTEGERS, POINTERS, plain_kernel
 from .launch import Launch
 from .layout import lowest_bit, span
 from .variants import INTERPRETED, Variant, variant
@@ -115,7 +115,9 @@ def _plan(call: Rotation, device: torch.device, *, aligned: bool = True) -> Plai
     strides = [*_steps(x, call.layout), *_steps(call.out, call.layout)]
     align = lowest_bit(head_dim * itemsize | 16)
     aligned = aligned and not any(stride * itemsize % align for stride in strides)
-    tiles = call.geometry or plain_tiles(num_heads, head_dim, rotary_dim, itemsize, aligned)
+    apart = strides[2] > strides[1] > 0
+    shape = (num_heads, head_dim, rotary_dim, itemsize, aligned)
+    tiles = call.geometry or plain_tiles(*shape, own_output=not call.in_place(), apart=apart)
     multi = positions is not None and positions.dim() == x.dim() - 1
     static = Static(
         H=num_heads,
@@ -140,7 +142,7 @@ def _plan(call: Rotation, device: torch.device, *, aligned: bool = True) -> Plai
     of_axis = positions.stride(0) if multi else 0
     integers = (batch * seq_len, seq_len, call.cos_sin.shape[0], of_axis, of_batch, *strides)
     dtypes = (*(t.dtype for t in call.kernel_tensors()), torch.int64)
-    compiled = variant(plain_kernel, device, dtypes, static, _WARPS)
+    compiled = variant(plain_kernel, (*POINTERS, *INTEGERS), device, dtypes, static, _WARPS)
     grid = -(-batch * seq_len // tiles.tokens) * tiles.groups(num_heads)
     return PlainPlan(call, compiled, grid, integers)
 

@@ -24,7 +24,8 @@ _VARIANTS: dict[tuple, "Variant"] = {}
 
 
 class Variant:
-    """One compiled kernel on one device. `static` is a NamedTuple of the kernel's constexpr parameters, in its own order.
+    """One compiled kernel on one device. `static` is a NamedTuple of the kernel's constexpr parameters, in its own order, and
+    `names` are those of its other parameters, pointers (whose dtypes are given) first, in the order of its callers.
 
     Attributes:
         run, metadata: Triton's launch call and its packed argument, None under the interpreter.
@@ -39,15 +40,18 @@ class Variant:
         "function",
         "kernel",
         "metadata",
+        "names",
         "num_scratch",
         "options",
+        "order",
         "run",
         "shared",
         "static",
     )
 
-    def __init__(self, kernel, device: torch.device, dtypes: tuple, static: NamedTuple, num_warps: int):
-        self.kernel, self.device, self.static = kernel, device, static
+    def __init__(self, kernel, names: tuple[str, ...], device: torch.device, dtypes: tuple, static: NamedTuple, num_warps: int):
+        self.kernel, self.names, self.device, self.static = kernel, names, device, static
+        self.order = tuple(names.index(name) for name in kernel.arg_names[: len(names)])
         # fp fusion would contract x1·c − x2·s and change bits between Triton releases.
         self.options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
         if getattr(static, "PDL", False):
@@ -58,22 +62,29 @@ class Variant:
             self._load(dtypes)
 
     def _load(self, dtypes: tuple) -> None:
-        integers = [1] * (len(self.kernel.arg_names) - len(dtypes) - len(self.static))
+        size = 2**32 if getattr(self.static, "WIDE", False) else 1  # Triton gives integers the bits that their values need
+        given = (*dtypes, *[size] * (len(self.names) - len(dtypes)))
         with torch.cuda.device(self.device):
-            self.compiled = self.kernel.warmup(*dtypes, *integers, **self.static._asdict(), **self.options, grid=(1,))
+            self.compiled = self.kernel.warmup(*self.in_order(given), **self.static._asdict(), **self.options, grid=(1,))
             self.run = self.compiled.run  # reading it loads the module
         self.function, self.metadata = self.compiled.function, self.compiled.packed_metadata
         self.shared = self.compiled.metadata.shared
         if DIRECT and driver.available():
-            self.num_scratch = driver.scratch_parameters(self.compiled.asm["ptx"], len(dtypes) + len(integers))
+            self.num_scratch = driver.scratch_parameters(self.compiled.asm["ptx"], len(given))
             self.direct = self.num_scratch is not None and self.compiled.metadata.global_scratch_size == 0
+
+    def in_order(self, given: tuple) -> tuple:
+        """What is given for `names`, in the kernel's own order."""
+        return tuple([given[i] for i in self.order])
 
     def launch_jit(self, grid: int, tensors, integers) -> None:
         """Launch through `kernel[grid]`, on the current stream of the current device."""
-        self.kernel[(grid,)](*tensors, *integers, **self.static._asdict(), **self.options)
+        self.kernel[(grid,)](*self.in_order((*tensors, *integers)), **self.static._asdict(), **self.options)
 
 
-def variant(kernel, device: torch.device, dtypes: tuple, static: NamedTuple, num_warps: int) -> Variant:
+def variant(
+    kernel, names: tuple[str, ...], device: torch.device, dtypes: tuple, static: NamedTuple, num_warps: int
+) -> Variant:  # fmt: skip
     """The compiled `kernel` for a configuration, whose pointers have `dtypes`; compiled and loaded if this is its first use.
 
     Raises:
@@ -89,7 +100,7 @@ def variant(kernel, device: torch.device, dtypes: tuple, static: NamedTuple, num
             )
         fault_buffer(device)
         # Two threads may both come here; setdefault lets one of their kernels stay, without a lock that a fork could strand.
-        found = _VARIANTS.setdefault(key, Variant(kernel, device, dtypes, static, num_warps))
+        found = _VARIANTS.setdefault(key, Variant(kernel, names, device, dtypes, static, num_warps))
     return found
 
 

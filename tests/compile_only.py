@@ -3,8 +3,10 @@
 import re
 import subprocess
 import tempfile
+from pathlib import Path
 
 import triton
+from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -41,6 +43,26 @@ def accesses(kernel, kind: str) -> list[int]:
     """Bits of every global `ld` or `st` in the PTX."""
     found = re.findall(rf"{kind}\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bfu](\d+)", kernel.asm["ptx"])
     return [int(bits) * int(count or 1) for count, bits in found]
+
+
+def sass_events(kernel) -> list[list[str]]:
+    """Loads, stores and exits of every tile of a kernel in SASS, in order; a load `to keep` is one with an eviction policy."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        listing = subprocess.run([nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True).stdout
+    names = {"LDG": "load", "STG": "store", "EXI": "leave"}
+    tiles = [[]]
+    for predicate, word in re.findall(r"^\s+/\*[0-9a-f]{4}\*/\s+(@\S+ )?\s*((?:LDG|STG|EXIT)\S*)", listing, re.M):
+        tiles[-1].append(names[word[:3]] + " to keep" * (".EL" in word))
+        if word == "EXIT" and not predicate:
+            tiles.append([])
+    return [tile for tile in tiles if "store" in tile]
+
+
+def nvdisasm() -> str:
+    """The disassembler that Triton brings along."""
+    return str(Path(nvidia.__file__).parent / "bin" / "nvdisasm")
 
 
 def pdl_events(ptx: str) -> list[str]:

@@ -87,7 +87,8 @@ class FakeDriver:
         handle = next(self._handles)
         kernel = KERNELS[variant.kernel.__name__]
         named = dict(zip(kernel.pointers, dtypes, strict=True))
-        self._loaded[handle] = Loaded(kernel, variant.static, named, variant.options["num_warps"])
+        names = tuple(variant.kernel.arg_names[: len(kernel.pointers) + len(kernel.integers)])
+        self._loaded[handle] = Loaded(kernel, names, variant.static, named, variant.options["num_warps"])
         variant.function, variant.shared, variant.num_scratch, variant.direct = handle, 0, SCRATCH, True
 
     def launch(self, config_ref, function, pointers, extra) -> int:
@@ -97,10 +98,12 @@ class FakeDriver:
         config = ctypes.cast(config_ref, ctypes.POINTER(Config))[0]
         loaded = self._loaded[function.value]
         values = [ctypes.c_int64.from_address(pointer).value for pointer in pointers]
-        names = (*loaded.kernel.pointers, *loaded.kernel.integers)
+        names = loaded.names
         if len(values) != len(names) + SCRATCH or any(values[len(names) :]) or extra is not None:
             return INVALID_VALUE
         arguments = dict(zip(names, values, strict=False))
+        if not getattr(loaded.static, "WIDE", True):  # the kernel reads 32 bits of each
+            arguments |= {name: ctypes.c_int32(arguments[name]).value for name in loaded.kernel.integers}
         programs = loaded.kernel.programs(loaded.static, arguments)
         if list(config.grid) != [programs, 1, 1] or list(config.block) != [32 * loaded.num_warps, 1, 1]:
             return INVALID_VALUE

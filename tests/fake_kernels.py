@@ -19,6 +19,7 @@ class Loaded(NamedTuple):
     """What a function handle stands for."""
 
     kernel: "Kernel"
+    names: tuple[str, ...]  # of its parameters, in its own order
     static: NamedTuple
     dtypes: dict[str, torch.dtype]
     num_warps: int

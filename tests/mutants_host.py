@@ -4,7 +4,7 @@ from mutant import APPLY, DECODE, FAILURES, GPU, LAYOUTS, OLD_CALLS, PACKED, PAC
 
 FAULTS = {
     "geometry.py": [
-        Fault("warps > 1 or num_tokens > _FEW_TOKENS", "warps > 1", "few KV heads never share a program with other tokens",
+        Fault("rows // heads if several_tokens else 1", "1", "few KV heads never share a program with other tokens",
               lane=PLAIN, tests=("tests/test_geometry.py",)),
     ],
     "plan_prefill.py": [
@@ -86,6 +86,8 @@ FAULTS = {
               "the gradient turns the wrong way", tests=(APPLY, "-k", "gradient")),
     ],
     "plan.py": [
+        Fault("WIDE=max(integers) >= 2**31", "WIDE=False", "strides past 32 bits are cut", lane=PLAIN,
+              tests=(PACKED, "-k", "64_bits"), fast=True),
         Fault("if not aligned or any(size > 1 and stride * itemsize % static.ALIGN for stride, size in strides):",
               "if not aligned:", "unaligned rows are stored as if aligned", lane=PLAIN,
               tests=(PACKED, "-k", "F3"), fast=True),
@@ -145,12 +147,15 @@ FAULTS = {
               tests=(FAILURES, "-k", "thread")),
         Fault("    if code:\n", "    if code > 1000:\n", "an error of a launch is lost", lane=PLAIN,
               tests=(FAILURES, "-k", "refuses"), fast=True),
-        Fault('set(kinds) <= {"u64", "b64", "s64"}', "len(kinds) > 0", "parameters of 32 bits are packed as 64",
+        Fault("set(kinds) <= _WORDS", "len(kinds) > 0", "parameters of 16 bits are packed as words",
               lane=PLAIN),
     ],
     "variants.py": [
-        Fault("_VARIANTS.setdefault(key, Variant(kernel, device, dtypes, static, num_warps))",
-              "_VARIANTS[key] = Variant(kernel, device, dtypes, static, num_warps)", "two threads load a kernel twice",
+        Fault("self.order = tuple(names.index(name) for name in kernel.arg_names[: len(names)])",
+              "self.order = tuple(range(len(names)))", "parameters are given in the wrong order", lane=PLAIN,
+              tests=(PACKED, "-k", "guards")),
+        Fault("_VARIANTS.setdefault(key, Variant(kernel, names, device, dtypes, static, num_warps))",
+              "_VARIANTS[key] = Variant(kernel, names, device, dtypes, static, num_warps)", "two threads load a kernel twice",
               lane=PLAIN, tests=("tests/test_threads.py", "-k", "one_kernel")),
         Fault("key = (kernel.__name__, device, dtypes, static, num_warps)",
               "key = (kernel.__name__, device, static, num_warps)", "a kernel for other dtypes is launched", lane=PLAIN,

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from compile_only import GFX942, SM80, SM90, SM100, accesses, compile_kernel, pdl_events, resources
+from compile_only import GFX942, SM80, SM90, SM100, accesses, compile_kernel, pdl_events, resources, sass_events
 from conftest import INTERPRETED
 from test_launch import in_a_new_process
 
@@ -16,9 +16,11 @@ from decode_rope.variants import Variant
 if INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+NAMES = (*POINTERS, *INTEGERS)
 LLAMA = Static(
     HQ=32, HKV=8, D=128, DV=128, R=128, NEOX=True, PAGED=True, PAGE=16, TOKENS_PER_REQUEST=1, OWN_CACHE_POSITIONS=False,
-    Q_OUT=False, K_OUT=False, ALIGN=16, ALIGN_TABLE=16, BTQ=1, BHQ=16, BTK=2, BHK=8, PDL=False, PREFETCH=False, SOFT=False,
+    Q_OUT=False, K_OUT=False, ALIGN=16, ALIGN_TABLE=16, BTQ=1, BHQ=16, BTK=2, BHK=8, PDL=False, PREFETCH=False,
+    WIDE=False, FENCE=True, SOFT=False,
 )  # fmt: skip
 SHAPES = {
     "Llama": {},
@@ -38,11 +40,11 @@ SHAPES = {
 
 @cache
 def compiled(target=SM90, dtype="bf16", positions="i64", index="i32", **changes):
-    static = LLAMA._replace(**changes)
-    types = dict.fromkeys(POINTERS, f"*{dtype}") | dict.fromkeys(INTEGERS, "i64")
+    static = LLAMA._replace(**{"FENCE": target[0] == "cuda", **changes})
+    types = dict.fromkeys(POINTERS, f"*{dtype}") | dict.fromkeys(INTEGERS, "i64" if static.WIDE else "i32")
     types |= {"cos_sin_ptr": "*fp32", "index_ptr": f"*{index}", "faults_ptr": "*i64"}
     types |= {"positions_ptr": f"*{positions}", "cache_positions_ptr": f"*{positions}"}
-    options = Unloaded(decode_kernel, torch.device("cuda:0"), (), static, 4).options
+    options = Unloaded(decode_kernel, NAMES, torch.device("cuda:0"), (), static, 4).options
     return compile_kernel(decode_kernel, types, static._asdict(), target, options)
 
 
@@ -58,18 +60,20 @@ class Unloaded(Variant):
 def test_options_of_a_launch():
     """Fusing a product and a sum would change bits; `launch_pdl`, even as False, is unknown to AMD's compiler."""
     plain = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
-    assert Unloaded(decode_kernel, torch.device("cuda:0"), (), LLAMA, 4).options == plain
+    assert Unloaded(decode_kernel, NAMES, torch.device("cuda:0"), (), LLAMA, 4).options == plain
     with_pdl = LLAMA._replace(PDL=True)
-    assert Unloaded(decode_kernel, torch.device("cuda:0"), (), with_pdl, 4).options == plain | {"launch_pdl": True}
+    assert Unloaded(decode_kernel, NAMES, torch.device("cuda:0"), (), with_pdl, 4).options == plain | {"launch_pdl": True}
 
 
 def test_the_kernel_declares_what_plan_gives():
-    """Every run-time argument is unspecialised and every integer 64 bits, so a kernel depends on nothing but `Static`."""
+    """Every run-time argument is unspecialised, and how wide integers are is said by WIDE, so a kernel depends on nothing but
+    `Static`."""
     parameters = {p.name: p for p in decode_kernel.params}
-    assert [p.name for p in decode_kernel.params] == [*POINTERS, *INTEGERS, *Static._fields]
+    assert sorted(list(parameters)[: len(NAMES)]) == sorted(NAMES)
+    assert list(parameters)[len(NAMES) :] == list(Static._fields)
     for name in (*POINTERS, *INTEGERS):
         assert parameters[name].do_not_specialize and not parameters[name].is_constexpr, name
-    assert all(parameters[name].annotation_type == "i64" for name in INTEGERS)
+    assert not any(parameters[name].annotation_type for name in INTEGERS)
     assert all(parameters[name].is_constexpr for name in Static._fields)
 
 
@@ -197,6 +201,29 @@ def test_F7_prefetch_keeps_its_order_in_ptx():
         assert events[wait + 1 : wait + 4] == ["ld", "ld", "st"]
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "slots", "GPT-J pairs", "partial", "many tokens"])
+def test_loads_that_need_nothing_are_made_in_one_round_trip(name, prefetch):
+    """In SASS, no tile waits for its last page or angles before it reads its rows, unless all of that is read before the PDL wait;
+    and it reads all rows before it stores any, or leaves."""
+    tiles = sass_events(compiled(**SHAPES[name], PDL=1, PREFETCH=prefetch))
+    assert len(tiles) == 3
+    for tile in tiles:
+        stored = tile.index("store")
+        before, after = tile[tile.index("load") : stored], tile[stored:]
+        assert "load" not in after and "leave" not in before, tile
+        assert before[-1] == ("load" if prefetch else "load to keep"), tile
+
+
+def test_metadata_stays_in_the_l2_cache():
+    """What all layers read is loaded to be evicted last: positions, pages, slots and angles, and nothing else."""
+    for name in ("Llama", "slots", "outputs"):
+        loads = re.findall(r"tt\.load (.*)", compiled(**SHAPES[name]).asm["ttir"])
+        rows = [load for load in loads if "ptr<bf16>" in load]
+        kept = [load for load in loads if re.search("evict_last|evictionPolicy = 3", load)]  # Triton 3.9, 3.6
+        assert len(rows) > 3 and len(kept) > 3 and len(rows) + len(kept) == len(loads), name
+
+
 def test_without_pdl_there_is_no_trace_of_it():
     kernel = compiled()
     assert "griddepcontrol" not in kernel.asm["ptx"] and not kernel.metadata.launch_pdl
@@ -204,34 +231,38 @@ def test_without_pdl_there_is_no_trace_of_it():
 
 
 # Operations whose result stays inside a tile if their operands do, and those that pass a number on as it is.
-LOCAL = {f"arith.{name}" for name in ("addi", "muli", "divsi", "remsi", "andi", "select")}
-PASSING = {"tt.expand_dims", "tt.broadcast", "tt.splat", "tt.reshape"}
+LOCAL = {f"arith.{name}" for name in ("addi", "subi", "muli", "divsi", "remsi", "andi", "select")}
+PASSING = {"tt.expand_dims", "tt.broadcast", "tt.splat", "tt.reshape", "tt.bitcast"}
+WIDENING = {"arith.extsi", "arith.extui"}
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("index", ["i32", "i64"])
-def test_B1_index_arithmetic_is_64_bit(name, index):
-    """Whatever is added to a pointer is 64 bits wide, or a place inside the tile; and it was widened before any arithmetic."""
-    text = compiled(positions=index, index=index, **SHAPES[name]).asm["ttir"]
-    kind, offsets = {}, 0  # of each value: "local", "loaded" or other
+@pytest.mark.parametrize("wide", [False, True])
+def test_B1_index_arithmetic_is_64_bit(name, index, wide):
+    """Whatever is added to a pointer is 64 bits wide, or a place inside the tile; and what was widened to that was a place inside
+    the tile, a number as it was loaded or given, or the number of a token or tile, made of program numbers and `num_tokens`."""
+    text = compiled(positions=index, index=index, WIDE=wide, **SHAPES[name]).asm["ttir"]
+    kind, offsets = {"%num_tokens": "program"}, 0  # of each value: "local", "program", "loaded", "given" or other
     for line in text.splitlines():
         made = re.match(r"\s*(%[\w#]+)(?::\d+)? = (\S+) (.*)", line)
         if made is None:
             continue
         value, operation, rest = made.groups()
         operands = re.findall(r"%[\w#]+", rest.split(" : ")[0])
-        kinds = {kind.get(x, "other") for x in operands[operation == "arith.select" :]}
-        made_here = operation in ("arith.constant", "tt.make_range")
-        if made_here or (operation in LOCAL | PASSING and kinds == {"local"}):
+        kinds = {kind.get(x, "given") for x in operands[operation == "arith.select" :]}
+        if operation in ("arith.constant", "tt.make_range") or (operation in LOCAL | PASSING and kinds == {"local"}):
             kind[value] = "local"
-        elif operation in ("tt.load", "tt.get_program_id") or (operation in PASSING and kinds == {"loaded"}):
+        elif operation == "tt.get_program_id" or (operation in LOCAL | PASSING and kinds <= {"local", "program"}):
+            kind[value] = "program"
+        elif operation == "tt.load" or (operation in PASSING and kinds == {"loaded"}):
             kind[value] = "loaded"
         else:
-            kind[value] = "other"
+            kind[value] = "given" if operation in PASSING and kinds == {"given"} else "other"
         if operation == "tt.addptr":
             offsets += 1
             offset_type = rest.rsplit(" : ", 1)[1].split(" loc(")[0].split(", ")[-1]
             assert "i64" in offset_type or kind[operands[1]] == "local", line
-        if operation == "arith.extsi":
-            assert kinds <= {"local", "loaded"}, line
+        if operation in WIDENING and not re.search("i1>? to ", rest):
+            assert kinds <= {"local", "program", "loaded", "given"}, line
     assert offsets > 5

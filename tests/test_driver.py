@@ -43,5 +43,5 @@ def test_scratch_parameters_are_what_follows_ours(given, scratch):
 
 
 def test_a_kernel_with_a_narrow_parameter_is_not_launched_directly():
-    assert driver.scratch_parameters(PTX.replace(".param .u64 decode", ".param .u32 decode"), 1) is None
+    assert driver.scratch_parameters(PTX.replace(".param .u64 decode", ".param .u16 decode"), 1) is None
     assert driver.scratch_parameters("", 0) is None

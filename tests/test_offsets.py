@@ -22,17 +22,21 @@ def reserve(elements: int, device, dtype=torch.float16) -> torch.Tensor:
         pytest.skip(f"no room for {elements} elements of {dtype}: {error}")
 
 
-def small_call(device) -> dict[str, torch.Tensor]:
-    """Two tokens; the second one goes to the last head, page and offset of everything."""
+def small_call(device, n: int = 2) -> dict[str, torch.Tensor]:
+    """`n` tokens, heads, pages and offsets; the last token goes to the last head, page and offset of everything."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape):
         return torch.randn(shape, generator=generator).to(device, torch.float16)
 
-    call = {"q": randn(2, 2, D), "k": randn(2, 2, D), "v": randn(2, 2, D)}
-    call |= {"k_cache": randn(2, 2, 2, D), "v_cache": randn(2, 2, 2, D)}
-    call |= {"cos_sin_cache": randn(4, D).float(), "positions": torch.tensor([1, 3], device=device)}
-    return call | {"block_table": torch.tensor([[0, 0], [0, 1]], dtype=torch.int32, device=device)}
+    call = {"q": randn(n, n, D), "k": randn(n, n, D), "v": randn(n, n, D)}
+    call |= {"k_cache": randn(n, n, n, D), "v_cache": randn(n, n, n, D)}
+    positions = [n * token + token for token in range(n)]  # offset `token` of column `token`
+    call |= {"cos_sin_cache": randn(n * n, D).float(), "positions": torch.tensor(positions, device=device)}
+    table = torch.zeros(n, n, dtype=torch.int32)
+    table.fill_diagonal_(0)
+    table += torch.diag(torch.arange(n, dtype=torch.int32))
+    return call | {"block_table": table.to(device)}
 
 
 def expected(call: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -53,17 +57,18 @@ STRETCHED = {
 
 
 @pytest.mark.parametrize(("name", "dim"), [(name, dim) for name, dims in STRETCHED.items() for dim in range(len(dims))])
-def test_B1_steps_past_32_bits(name, dim, device):
-    """One dimension steps by more than 2^32 elements; where 32 bits would wrap to, nothing may be used or changed."""
-    call = small_call(device)
+@pytest.mark.parametrize(("n", "step"), [(2, FAR), (5, 2**30 + WRAP)], ids=["one step", "steps of 31 bits"])
+def test_B1_steps_past_32_bits(n, step, name, dim, device):
+    """One dimension goes to more than 2^32 elements; where 32 bits would wrap to, nothing may be used or changed."""
+    call = small_call(device, n)
     for out in ("q_out", "k_out"):
         if name == out:
             call[out] = torch.zeros_like(call[out[0]])
     want = expected(call)
     strides = list(call[name].stride())
-    strides[dim] = FAR
-    memory = reserve(FAR + WRAP, device)
-    near = memory[: 2 * WRAP]
+    strides[dim] = step
+    memory = reserve((n - 1) * step + WRAP, device)
+    near = memory[: (n + 1) * WRAP]
     near.fill_(7.0)
     view = memory.as_strided(call[name].shape, strides)
     view.copy_(call[name])
@@ -91,7 +96,7 @@ def test_B1_int32_pages_and_slots_of_a_large_contiguous_cache(name, index, devic
     call["block_table"] = torch.tensor([[0, 0], [0, pages - 1]], dtype=torch.int32, device=device)
     if index == "slot_mapping":
         del call["block_table"]
-        call["slot_mapping"] = torch.tensor([1, 2 * pages - 1], dtype=torch.int32, device=device)
+        call["slot_mapping"] = torch.tensor([0, 2 * pages - 1], dtype=torch.int32, device=device)
     decode_rope.rope_append_decode(**call | {name: cache})
     assert torch.equal(bits(cache[[0, -1]]), bits(want[name]))
     assert bool((cache[wrapped] == 7.0).all())
@@ -112,7 +117,7 @@ def test_B1_rows_of_the_rotary_table(device):
     want = expected(call)
     far_row = 2**31 // D + 5
     table = reserve((far_row + 1) * D, device, torch.float32).view(far_row + 1, D)
-    table[1], table[far_row] = call["cos_sin_cache"][1], call["cos_sin_cache"][3]
-    call |= {"positions": torch.tensor([1, far_row], device=device), "cache_positions": call["positions"]}
+    table[0], table[far_row] = call["cos_sin_cache"][0], call["cos_sin_cache"][3]
+    call |= {"positions": torch.tensor([0, far_row], device=device), "cache_positions": call["positions"]}
     decode_rope.rope_append_decode(**call | {"cos_sin_cache": table})
     assert all(torch.equal(call[name], want[name]) for name in ("q", "k_cache", "v_cache"))

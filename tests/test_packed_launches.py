@@ -10,6 +10,7 @@ import triton
 from cases import Spec, assert_same_storages, build, call_arguments, check, prepare, prepared, run
 from conftest import INTERPRETED
 from random_cases import CPU_SIZES, random_spec
+from test_offsets import FAR, expected, reserve, small_call
 from ways import SPECS, TABLE, WAYS, either_way, function_of, with_one_of, with_other_flags, works
 
 import decode_rope
@@ -36,6 +37,23 @@ def test_F3_memory_of_any_alignment_in_any_order(fake_driver):
         for start in (*cases, *cases[::-1]):
             check(start)
             check(start, prepared(start))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "k_cache", "v_cache"])
+def test_B1_strides_of_64_bits_are_given_in_64(name, fake_driver):
+    """And of no more than 32 in 32, which the stand-in then cuts its parameters to."""
+    for n, step in ((2, FAR), (2, 2**31), (2, 2**31 - 2**10)):
+        call = small_call("cpu", n)
+        want = expected(call)
+        memory = reserve(step + 2**16, "cpu")
+        call[name] = memory.as_strided(call[name].shape, (step, *call[name].stride()[1:])).copy_(call[name])
+        for _ in range(2):
+            decode_rope.rope_append_decode(**call)
+        assert fake_driver.arguments[-1]["num_tokens"] == n
+        for result in ("k_cache", "v_cache"):
+            assert torch.equal(call[result], want[result]), (result, step)
+        wide = [v.static.WIDE for v in variants._VARIANTS.values()]
+        assert any(wide) == (step >= 2**31 or any(wide[:-1])) and wide[0]
 
 
 @pytest.mark.parametrize("one", ["q", "k", "v", "k_cache", "v_cache", "q_out", "k_out", "cos_sin_cache"])

@@ -49,7 +49,8 @@ def test_ragged_batches(dtype, cu_seqlens, fake_driver):
         (dict(head_dim=256), True),
         (dict(head_dim=512), False),  # rows of more than a warp
         (dict(v_head_dim=60), False),  # accesses of 8 bytes
-        (dict(rotary_dim=32), False),
+        (dict(rotary_dim=32), True),
+        (dict(rotary_dim=48), False),
         (dict(head_dim=48), False),
         (dict(dtype=torch.float32), False),
         (dict(shift=1), False),

@@ -49,7 +49,7 @@ class Bound:
         if self.pdl is not None:
             model = case.model
             chosen = need("decode_rope.geometry", "decode_geometry")(
-                case.tokens, model.num_q_heads, model.num_kv_heads, model.head_dim, self.metadata_ready
+                case.tokens, model.num_q_heads, model.num_kv_heads, model.head_dim
             )
             options.setdefault("geometry", chosen._replace(pdl=self.pdl))
         return need("decode_rope", "DecodeRope")(

@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .rotation import (
     POSITION,
     copy_span,
+    issue_loads,
     load_cos_sin,
     load_pairs,
     load_per_token,
@@ -21,6 +22,7 @@ from .rotation import (
     report_faults,
     rotate_pairs,
     row_pointers,
+    steps,
     store_pairs,
     store_span,
     tile_rows,
@@ -41,6 +43,9 @@ POINTERS = (
     "index_ptr",
     "faults_ptr",
 )
+# Metadata is of all layers. Kept in the L2 cache while a layer's weights go by, it is worth 0.2-0.4 us a launch (H200, behind a
+# projection of 50 MB).
+KEEP = tl.constexpr(True)
 # Strides are in elements; `index_len` is the block table's width, or the number of slots.
 INTEGERS = (
     "index_len",
@@ -72,17 +77,19 @@ def _q_tile(
     block, group, q_ptr, q_out_ptr, cos_sin_ptr, positions_ptr, faults_ptr, num_tokens, max_position,
     stride_q_t, stride_q_h, stride_qo_t, stride_qo_h,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, Q_OUT: tl.constexpr, REPORT: tl.constexpr,
-    ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr, FENCE: tl.constexpr,
     SOFT: tl.constexpr,
 ):  # fmt: skip
     token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH)
-    src = row_pointers(q_ptr, token * stride_q_t + head * stride_q_h, ALIGN)
-    dst = row_pointers(q_out_ptr, token * stride_qo_t + head * stride_qo_h, ALIGN)
+    src = row_pointers(q_ptr, steps(token, stride_q_t) + steps(head, stride_q_h), ALIGN)
+    dst = row_pointers(q_out_ptr, steps(token, stride_qo_t) + steps(head, stride_qo_h), ALIGN)
     if R > 0:
         if not PREFETCH:
             x1, x2 = load_pairs(src, ok, R, NEOX)
-        pos = load_per_token(positions_ptr, token, num_tokens, BT)
-        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT)
+        pos = load_per_token(positions_ptr, token, num_tokens, BT, KEEP)
+        if not PREFETCH:
+            issue_loads(FENCE)
+        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT, KEEP)
         if PREFETCH:
             gdc_wait()
             x1, x2 = load_pairs(src, ok, R, NEOX)
@@ -106,36 +113,41 @@ def _k_tile(
     stride_k_t, stride_k_h, stride_ko_t, stride_ko_h, stride_kc_p, stride_kc_t, stride_kc_h,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     TOKENS_PER_REQUEST: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, K_OUT: tl.constexpr,
-    ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr, FENCE: tl.constexpr,
     SOFT: tl.constexpr,
 ):  # fmt: skip
     token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH)
-    src = row_pointers(k_ptr, token * stride_k_t + head * stride_k_h, ALIGN)
-    out = row_pointers(k_out_ptr, token * stride_ko_t + head * stride_ko_h, ALIGN)
+    src = row_pointers(k_ptr, steps(token, stride_k_t) + steps(head, stride_k_h), ALIGN)
+    out = row_pointers(k_out_ptr, steps(token, stride_ko_t) + steps(head, stride_ko_h), ALIGN)
     if R > 0 and not PREFETCH:
         x1, x2 = load_pairs(src, ok, R, NEOX)
-    pos = load_per_token(positions_ptr, token, num_tokens, BT)
+    if R < D and not PREFETCH:
+        tail = load_span(src, ok, R, D - R)
+    pos = load_per_token(positions_ptr, token, num_tokens, BT, KEEP)
+    if not PREFETCH:
+        issue_loads(FENCE)
     page, offset, writes, kind, value = locate(
         token, pos, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages, max_position,
-        R > 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT,
+        R > 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, KEEP,
     )  # fmt: skip
-    slot = row_pointers(k_cache_ptr, page * stride_kc_p + offset * stride_kc_t + head * stride_kc_h, ALIGN)
+    slot = row_pointers(k_cache_ptr, steps(page, stride_kc_p) + steps(offset, stride_kc_t) + steps(head, stride_kc_h), ALIGN)
     live = ok & (head * 0 + writes > 0)
     if R > 0:
-        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT)
-        if PREFETCH:
-            gdc_wait()
+        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT, KEEP)
+    if PREFETCH:
+        gdc_wait()
+        if R > 0:
             x1, x2 = load_pairs(src, ok, R, NEOX)
+        if R < D:
+            tail = load_span(src, ok, R, D - R)
+    if R > 0:
         y1, y2 = rotate_pairs(x1, x2, c, s, k_cache_ptr.dtype.element_ty, SOFT)
         store_pairs(slot, live, y1, y2, R, NEOX)
         if K_OUT:
             rotated = turns(pos, max_position, head)
             store_pairs(out, ok & rotated, y1, y2, R, NEOX)
             store_pairs(out, ok & (rotated == 0), x1, x2, R, NEOX)
-    elif PREFETCH:
-        gdc_wait()
     if R < D:
-        tail = load_span(src, ok, R, D - R)
         store_span(slot, live, tail, R, D - R)
         if K_OUT:
             store_span(out, ok, tail, R, D - R)
@@ -149,59 +161,64 @@ def _v_tile(
     stride_v_t, stride_v_h, stride_vc_p, stride_vc_t, stride_vc_h,
     H: tl.constexpr, DV: tl.constexpr, ROTARY: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     TOKENS_PER_REQUEST: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr,
-    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr,
+    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr, FENCE: tl.constexpr,
 ):  # fmt: skip
     token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH)
-    src = row_pointers(v_ptr, token * stride_v_t + head * stride_v_h, ALIGN)
+    src = row_pointers(v_ptr, steps(token, stride_v_t) + steps(head, stride_v_h), ALIGN)
     if not PREFETCH:
         x = load_span(src, ok, 0, DV)
-    pos = load_per_token(positions_ptr, token, num_tokens, BT)
+    pos = load_per_token(positions_ptr, token, num_tokens, BT, KEEP)
+    if not PREFETCH:
+        issue_loads(FENCE)
     page, offset, writes, _kind, _value = locate(
         token, pos, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages, max_position,
-        ROTARY, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT,
+        ROTARY, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, KEEP,
     )  # fmt: skip
-    slot = row_pointers(v_cache_ptr, page * stride_vc_p + offset * stride_vc_t + head * stride_vc_h, ALIGN)
+    slot = row_pointers(v_cache_ptr, steps(page, stride_vc_p) + steps(offset, stride_vc_t) + steps(head, stride_vc_h), ALIGN)
     if PREFETCH:
         gdc_wait()
         x = load_span(src, ok, 0, DV)
+        issue_loads(FENCE)
     store_span(slot, ok & (head * 0 + writes > 0), x, 0, DV)
 
 
 @triton.jit(do_not_specialize=[*POINTERS, *INTEGERS])
 def decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    cos_sin_ptr,
+    # In the order of use, because a launch reads its parameters through a cache that is empty: those of all tiles and of Q, then of
+    # K, then of V. Of 32 bits unless WIDE: one instruction then multiplies what four would.
+    num_tokens,
     positions_ptr,
-    cache_positions_ptr,
+    max_position,
+    cos_sin_ptr,
+    q_ptr,
+    q_out_ptr,
+    stride_q_t,
+    stride_q_h,
+    stride_qo_t,
+    stride_qo_h,
     index_ptr,
+    index_len,
+    stride_index,
+    num_pages,
+    k_ptr,
+    k_cache_ptr,
+    stride_k_t,
+    stride_k_h,
+    stride_kc_p,
+    stride_kc_t,
+    stride_kc_h,
     faults_ptr,
-    index_len: tl.int64,
-    stride_index: tl.int64,
-    num_tokens: tl.int64,
-    max_position: tl.int64,
-    num_pages: tl.int64,
-    stride_q_t: tl.int64,
-    stride_q_h: tl.int64,
-    stride_k_t: tl.int64,
-    stride_k_h: tl.int64,
-    stride_v_t: tl.int64,
-    stride_v_h: tl.int64,
-    stride_qo_t: tl.int64,
-    stride_qo_h: tl.int64,
-    stride_ko_t: tl.int64,
-    stride_ko_h: tl.int64,
-    stride_kc_p: tl.int64,
-    stride_kc_t: tl.int64,
-    stride_kc_h: tl.int64,
-    stride_vc_p: tl.int64,
-    stride_vc_t: tl.int64,
-    stride_vc_h: tl.int64,
+    v_ptr,
+    v_cache_ptr,
+    stride_v_t,
+    stride_v_h,
+    stride_vc_p,
+    stride_vc_t,
+    stride_vc_h,
+    cache_positions_ptr,
+    k_out_ptr,
+    stride_ko_t,
+    stride_ko_h,
     HQ: tl.constexpr,  # query heads
     HKV: tl.constexpr,  # KV heads; 0: rotate Q only
     D: tl.constexpr,
@@ -222,6 +239,8 @@ def decode_kernel(
     BHK: tl.constexpr,
     PDL: tl.constexpr,  # 0: off; dependent kernels may be scheduled 1: at once, 2: when all before us has ended, 3: when we have
     PREFETCH: tl.constexpr,  # read positions, index and table before the PDL wait; then 2 is as 1
+    WIDE: tl.constexpr,  # sizes and strides come in 64 bits, else in 32
+    FENCE: tl.constexpr,  # hold NVIDIA's compiler to our order of loads
     SOFT: tl.constexpr,  # integer rounding to bf16, for the interpreter
 ):
     # A dependent kernel waits for our completion before it reads, so it may be scheduled from here on: worth 0.2-0.4 us at
@@ -235,13 +254,13 @@ def decode_kernel(
                 gdc_launch_dependents()
     NQ: tl.constexpr = (HQ + BHQ - 1) // BHQ
     NK: tl.constexpr = (HKV + BHK - 1) // BHK
-    pid = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0)
     q_tiles = ((num_tokens + BTQ - 1) // BTQ) * NQ
     if HKV == 0 or pid < q_tiles:
         _q_tile(
             pid // NQ, pid % NQ, q_ptr, q_out_ptr, cos_sin_ptr, positions_ptr, faults_ptr, num_tokens, max_position,
             stride_q_t, stride_q_h, stride_qo_t, stride_qo_h,
-            HQ, D, R, NEOX, Q_OUT, HKV == 0, ALIGN, ALIGN_TABLE, BTQ, BHQ, PREFETCH, SOFT,
+            HQ, D, R, NEOX, Q_OUT, HKV == 0, ALIGN, ALIGN_TABLE, BTQ, BHQ, PREFETCH, FENCE, SOFT,
         )  # fmt: skip
     else:
         k_tiles = ((num_tokens + BTK - 1) // BTK) * NK
@@ -252,7 +271,7 @@ def decode_kernel(
                 index_ptr, faults_ptr, index_len, stride_index, num_tokens, max_position, num_pages,
                 stride_k_t, stride_k_h, stride_ko_t, stride_ko_h, stride_kc_p, stride_kc_t, stride_kc_h,
                 HKV, D, R, NEOX, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, K_OUT,
-                ALIGN, ALIGN_TABLE, BTK, BHK, PREFETCH, SOFT,
+                ALIGN, ALIGN_TABLE, BTK, BHK, PREFETCH, FENCE, SOFT,
             )  # fmt: skip
         else:
             tile -= k_tiles
@@ -260,5 +279,5 @@ def decode_kernel(
                 tile // NK, tile % NK, v_ptr, v_cache_ptr, positions_ptr, cache_positions_ptr, index_ptr,
                 index_len, stride_index, num_tokens, max_position, num_pages,
                 stride_v_t, stride_v_h, stride_vc_p, stride_vc_t, stride_vc_h,
-                HKV, DV, R > 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, ALIGN, BTK, BHK, PREFETCH,
+                HKV, DV, R > 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, ALIGN, BTK, BHK, PREFETCH, FENCE,
             )  # fmt: skip

@@ -22,6 +22,55 @@ def power_of_two(n):
     return 1 << max(n - 1, 0).bit_length()
 
 
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@triton.jit
+def divide(x, DIVISOR: tl.constexpr):
+    """(x // DIVISOR, x % DIVISOR) of an int64, as if it had no sign: a negative one gives a quotient that is past any size."""
+    u = x.to(tl.uint64, bitcast=True)
+    if DIVISOR & (DIVISOR - 1) == 0:
+        SHIFT: tl.constexpr = _log2(DIVISOR)
+        return (u >> SHIFT).to(tl.int64, bitcast=True), (u & (DIVISOR - 1)).to(tl.int64, bitcast=True)
+    else:
+        return (u // DIVISOR).to(tl.int64, bitcast=True), (u % DIVISOR).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def natural(x):
+    """An integer that is not negative, as int64. Two 32-bit ones that are both extended by zeros are multiplied by one instruction,
+    and the compiler knows that of program numbers; strides and sizes have to be told."""
+    if x.dtype == tl.int32:
+        return x.to(tl.uint32, bitcast=True).to(tl.int64)
+    else:
+        return x.to(tl.int64)
+
+
+@triton.jit
+def in_range(x, end):
+    """0 <= x < end, in one comparison; `end` is not negative."""
+    if x.dtype == tl.int32 and end.dtype == tl.int32:
+        return x.to(tl.uint32, bitcast=True) < end.to(tl.uint32, bitcast=True)
+    else:
+        return x.to(tl.int64).to(tl.uint64, bitcast=True) < natural(end).to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def steps(i, stride):
+    """`i` steps of `stride`, neither of them negative, in 64 bits."""
+    return natural(i) * natural(stride)
+
+
+@triton.jit
+def issue_loads(FENCE: tl.constexpr):
+    """Have the loads above made before those below. `ptxas` would move a load to where its result is used, behind the wait for
+    another one, and make two round trips to memory of one; a barrier of a warp holds it back and costs no instruction."""
+    if FENCE:
+        tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit
 def row_pointers(ptr, offset, ALIGN: tl.constexpr):
     """`ptr + offset`, known to be ALIGN-byte aligned. The compiler keeps this hint on a sum and drops it on an argument; Triton 3.6
@@ -118,32 +167,36 @@ def copy_span(src_row_ptr, dst_row_ptr, src_ok, dst_ok, START: tl.constexpr, N: 
 
 
 @triton.jit
-def load_cos_sin(cos_sin_ptr, pos, max_position, head, R: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr):
-    """cos and sin of `pos`, `[ROWS, power_of_two(R/2)]`; a position outside the table reads its nearest row.
+def load_cos_sin(
+    cos_sin_ptr, pos, max_position, head, R: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr, KEEP: tl.constexpr = False
+):  # fmt: skip
+    """cos and sin of `pos`, `[ROWS, power_of_two(R/2)]`; a position outside the table reads its first row. KEEP, here and below:
+    the next layer reads the same, so it should stay in the L2 cache while weights go by.
 
     The pointers span the full tile: a `[1, P]` load broadcast afterwards would go through shared memory and a barrier.
     """
     HALF: tl.constexpr = R // 2
     P: tl.constexpr = power_of_two(HALF)
     d = tl.arange(0, P)[None, :]
-    row = tl.minimum(tl.maximum(pos, 0), max_position - 1)
+    row = tl.where(in_range(pos, max_position), pos, 0)
+    LAST: tl.constexpr = "evict_last" if KEEP else ""
     if BT == 1:
         ptr = tl.multiple_of(cos_sin_ptr + row * R, ALIGN) + head * 0
     else:
         ptr = row_pointers(cos_sin_ptr, row * R, ALIGN)
     if P == HALF:
-        return tl.load(ptr + d), tl.load(ptr + HALF + d)
+        return tl.load(ptr + d, eviction_policy=LAST), tl.load(ptr + HALF + d, eviction_policy=LAST)
     else:
         ok = (head >= 0) & (d < HALF)
-        return tl.load(ptr + d, mask=ok, other=0.0), tl.load(ptr + HALF + d, mask=ok, other=0.0)
+        c = tl.load(ptr + d, mask=ok, other=0.0, eviction_policy=LAST)
+        return c, tl.load(ptr + HALF + d, mask=ok, other=0.0, eviction_policy=LAST)
 
 
 @triton.jit
 def turns(pos, max_position, head):
     """Whether a row's token has a position in the table, `[ROWS, 1]`."""
     # Adding a block first keeps the compare a block: the interpreter cannot splat a scalar i1.
-    row_pos = pos + head * 0
-    return (row_pos >= 0) & (row_pos < max_position)
+    return in_range(pos + head * 0, max_position)
 
 
 @triton.jit
@@ -158,27 +211,29 @@ def rotate_pairs(x1, x2, c, s, dtype: tl.constexpr, SOFT: tl.constexpr):
 def tile_rows(block, group, num_tokens, H: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):
     """The tokens, heads and validity of a tile of BT tokens by BH heads (heads innermost)."""
     r = tl.arange(0, BT * BH)[:, None]
-    head = (group * BH + r % BH).to(tl.int64)
+    head = natural(group * BH + r % BH)
     if BT == 1:
-        return block, head, head < H
+        return natural(block), head, head < H
     else:
-        token = block * BT + r // BH
+        token = natural(block * BT + r // BH)
         return token, head, (head < H) & (token < num_tokens)
 
 
 @triton.jit
-def load_index(ptr, token, count):
+def load_index(ptr, token, count, KEEP: tl.constexpr = False):
     """`ptr[token]` as int64; tokens past `count` read nothing and give −1."""
-    return tl.load(ptr + token, mask=token < count, other=-1).to(tl.int64)
+    LAST: tl.constexpr = "evict_last" if KEEP else ""
+    return tl.load(ptr + token, mask=token < count, other=-1, eviction_policy=LAST).to(tl.int64)
 
 
 @triton.jit
-def load_per_token(ptr, token, num_tokens, BT: tl.constexpr):
+def load_per_token(ptr, token, num_tokens, BT: tl.constexpr, KEEP: tl.constexpr = False):
     """`ptr[token]` as int64 from a tensor of one element a token; −1 past the last token, where only tiles of several reach."""
+    LAST: tl.constexpr = "evict_last" if KEEP else ""
     if BT == 1:
-        return tl.load(ptr + token).to(tl.int64)
+        return tl.load(ptr + token, eviction_policy=LAST).to(tl.int64)
     else:
-        return load_index(ptr, token, num_tokens)
+        return load_index(ptr, token, num_tokens, KEEP)
 
 
 @triton.jit
@@ -198,6 +253,7 @@ def locate(
     TOKENS_PER_REQUEST: tl.constexpr,
     OWN_CACHE_POSITIONS: tl.constexpr,
     BT: tl.constexpr,
+    KEEP: tl.constexpr = False,
 ):
     """Where a token's K and V go: (page, offset in page, may be written, fault kind, offending value).
 
@@ -206,30 +262,29 @@ def locate(
     if PAGED:
         p = pos
         if OWN_CACHE_POSITIONS:
-            p = load_per_token(cache_positions_ptr, token, num_tokens, BT)
-        column = p // PAGE
-        has_entry = (pos >= 0) & (p >= 0) & (column < index_len)
-        entry = index_ptr + (token // TOKENS_PER_REQUEST) * stride_index + column
-        page = tl.load(entry, mask=has_entry, other=-1).to(tl.int64)
-        offset = p % PAGE
+            p = load_per_token(cache_positions_ptr, token, num_tokens, BT, KEEP)
+        column, offset = divide(p, PAGE)
+        has_entry = in_range(column, index_len)
+        if OWN_CACHE_POSITIONS:
+            has_entry = has_entry & (pos >= 0)
+        entry = index_ptr + steps(token // TOKENS_PER_REQUEST, stride_index) + column
+        page = tl.load(entry, mask=has_entry, other=-1, eviction_policy="evict_last" if KEEP else "")
         wide = (pos >= 0) & (p >= 0) & (column >= index_len)
         kind = tl.where(wide, COLUMN, tl.where(page >= num_pages, PAGE_ID, 0))
         value = tl.where(wide, column, page)
     else:
-        slot = load_index(index_ptr, token, index_len)
-        page = slot // PAGE
-        offset = slot % PAGE
-        kind = tl.where((pos >= 0) & (slot >= num_pages * PAGE), SLOT, 0)
+        slot = load_index(index_ptr, token, index_len, KEEP)
+        page, offset = divide(slot, PAGE)
+        kind = tl.where((pos >= 0) & (slot >= 0) & (page >= num_pages), SLOT, 0)
         value = slot
-    writes = (pos >= 0) & (page >= 0) & (page < num_pages)
+    writes = in_range(page, num_pages)
     if not PAGED:
-        # Truncating division puts slots −PAGE+1 … −1 on page 0.
-        writes = writes & (slot >= 0)
+        writes = writes & (pos >= 0)
     if ROTARY:
         kind = tl.where(pos >= max_position, POSITION, kind)
         value = tl.where(pos >= max_position, pos, value)
-        writes = writes & (pos < max_position)
-    return page, offset, writes.to(tl.int32), kind, value
+        writes = writes & in_range(pos, max_position)
+    return natural(page), offset, writes.to(tl.int32), kind, value
 
 
 @triton.jit
