@@ -6,7 +6,7 @@ Results never depend on it; only time does.
 
 from typing import NamedTuple
 
-_VERY_FEW_ELEMENTS, _FEW_ELEMENTS = 50_000, 350_000  # of q, k and v together
+_VERY_FEW_ELEMENTS, _FEW_ELEMENTS = 100_000, 350_000  # of q, k and v together
 _MANY_Q_COLUMNS = 4096
 
 
@@ -62,18 +62,18 @@ def power_of_two(n: int) -> int:
 def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int) -> Geometry:
     """The launch of a decode step. `num_kv_heads` is 0 when only Q rotates.
 
-    Measured on an H200 (Triton 3.6, bf16, 1-1024 tokens of 32/8/128, 8/1/128, 64/8/64, 2026-11-30): up to 330,000 elements,
-    programs of 8-byte accesses are 2-17 % faster than those of 16-byte ones, from 390,000 on slower, by 2 % and later by 8; and
-    in a model, where instructions have left the caches when a launch starts, shorter programs save up to 0.2 us. Up to 50,000
-    elements one warp does as well as four back to back, and leaves registers to the attention kernel behind it: four cost
-    Llama-3-8B with one request 8 % of a step.
+    Measured on an H200 (Triton 3.6, bf16, 1-1024 tokens, 2026-11-30), back to back: from 390,000 elements on, tiles that fill four
+    warps with one 16-byte access a thread are the best. From 100,000 to 330,000, 8-byte ones, with half the instructions, are
+    2-17 % faster. Below, they would be 0-8 % faster too than tiles of one warp and one token with 16-byte accesses; but whole steps
+    have it otherwise: with these, Llama-3-8B saved 7.5 % of a step with one request and a rank of Llama-3-70B 5.2 % with 8 and
+    3.6 % with 64; with 8-byte ones 1.9, 0.9 and, of four warps, -6.2 %.
 
     Whole steps with FlashInfer's attention (bench/FACTS.md) choose the carveout: without it 32/8/64 and 16/8/128 at 8 tokens and
     8/1/128 at 64 lose 2 to 5 % of the step, with it 32/8/128 at one token loses 1 to 3 %.
     """
     elements = num_tokens * (num_q_heads + 2 * num_kv_heads) * head_dim
     warps = 1 if elements <= _VERY_FEW_ELEMENTS else 4
-    access = 4 if elements <= _FEW_ELEMENTS else 8  # elements a thread in each half of a head
+    access = 4 if _VERY_FEW_ELEMENTS < elements <= _FEW_ELEMENTS else 8  # elements a thread in each half of a head
     rows = max(2, access * 32 * warps // power_of_two(head_dim // 2))
     tiles = (*_tile(num_q_heads, rows, warps > 1), *_tile(max(num_kv_heads, 1), rows, warps > 1))
     carveout = 100 if elements <= _FEW_ELEMENTS and num_q_heads * head_dim < _MANY_Q_COLUMNS else -1

@@ -54,7 +54,8 @@ def rotated(case: Case, row: int) -> bool:
 def test_A1_negative_slot_does_not_hit_the_last_page(device):
     expect(slots(5, -1, 7), device, {5, 7})
     # To a floor division −1 … −3 are on the last page, to a truncating one on the first.
-    expect(slots(-1, -2, -3, -4, -5, 2, -32, -(2**31) - 1, -(2**32), -(2**63)), device, {2})
+    for page_size in (4, 3, 1):
+        expect(slots(-1, -2, -3, -4, -5, 2, -32, -(2**31) - 1, -(2**32), -(2**63), page_size=page_size), device, {2})
     expect(slots(-(2**31), -1, 3, index_dtype=torch.int32), device, {3})
 
 
@@ -153,6 +154,9 @@ def test_cache_positions_place_and_positions_rotate(device):
     got = check(case)
     assert changed_slots(got, case) == {0, 13} and got.faults[0] == 1
     assert rotated(got, 2) and not rotated(got, 3) and not rotated(got, 4)
+    for page_size in (3, 1):  # −1 is before the table, and to a truncating division in its first column
+        case = build(Spec([9] * 4, [[0], [1], [2], [3]], cache_positions=[0, -1, -2, -(2**63)], page_size=page_size), device)
+        assert changed_slots(check(case), case) == {0}
 
 
 def test_A14_two_tokens_with_one_slot_leave_one_of_them(device, on_gpu):

@@ -2,7 +2,8 @@
 
 A tile is a set of rows, one row per (token, head); `row_ptr` is a `[ROWS, 1]` block of pointers to the first element of each
 row. When a tile holds one token, `token`, `pos` and everything derived from them are scalars, so the loads stay scalar;
-otherwise they are `[ROWS, 1]` blocks. All index arithmetic is 64-bit.
+otherwise they are `[ROWS, 1]` blocks. Offsets are 64-bit; only numbers of tiles, tokens and heads are not, until they are
+multiplied by a stride.
 """
 
 import triton
@@ -208,15 +209,19 @@ def rotate_pairs(x1, x2, c, s, dtype: tl.constexpr, SOFT: tl.constexpr):
 
 
 @triton.jit
-def tile_rows(block, group, num_tokens, H: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):
-    """The tokens, heads and validity of a tile of BT tokens by BH heads (heads innermost)."""
+def tile_rows(
+    block, group, num_tokens, H: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, FULL: tl.constexpr = False
+):  # fmt: skip
+    """The tokens, heads and validity of a tile of BT tokens by BH heads (heads innermost). FULL: there is no group of fewer heads,
+    which the compiler does not see by itself."""
     r = tl.arange(0, BT * BH)[:, None]
     head = natural(group * BH + r % BH)
+    exists = head >= 0 if FULL else head < H
     if BT == 1:
-        return natural(block), head, head < H
+        return natural(block), head, exists
     else:
         token = natural(block * BT + r // BH)
-        return token, head, (head < H) & (token < num_tokens)
+        return token, head, exists & (token < num_tokens)
 
 
 @triton.jit
@@ -267,7 +272,8 @@ def locate(
         has_entry = in_range(column, index_len)
         if OWN_CACHE_POSITIONS:
             has_entry = has_entry & (pos >= 0)
-        entry = index_ptr + steps(token // TOKENS_PER_REQUEST, stride_index) + column
+        request, _of_request = divide(token, TOKENS_PER_REQUEST)
+        entry = index_ptr + steps(request, stride_index) + column
         page = tl.load(entry, mask=has_entry, other=-1, eviction_policy="evict_last" if KEEP else "")
         wide = (pos >= 0) & (p >= 0) & (column >= index_len)
         kind = tl.where(wide, COLUMN, tl.where(page >= num_pages, PAGE_ID, 0))
