@@ -33,7 +33,12 @@ def _common(seconds: float, rounds: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--model", nargs="+", metavar="NAME", help="model names, or shapes such as 32/8/128 (default: all)")
     parser.add_argument("--batch", nargs="+", type=_positive, metavar="B", help="numbers of tokens")
-    parser.add_argument("--peers", nargs="+", metavar="NAME", help=f"some of {', '.join(PEERS)}, or none")
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        metavar="NAME",
+        help=f"some of {', '.join(PEERS)}, or none; or ours@ and a geometry as `tiles` prints it",
+    )
     parser.add_argument("--json", metavar="OUT", help="results file (default: bench/results/<gpu>-<mode>.json)")
     parser.add_argument("--plot", metavar="PNG", help="draw the results (needs matplotlib)")
     parser.add_argument("--seconds", type=float, default=seconds, help="start no row after this (default: %(default)s)")
@@ -69,6 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--context", type=_positive, default=workloads.STEP_CONTEXT, help="tokens of every request (default: %(default)s)"
     )
     step.set_defaults(run=_step)
+    gaps = modes.add_parser("gaps", parents=[_common(120, 1)], help="when the kernels of a layer start and end")
+    gaps.add_argument("--attention-pdl", action="store_true", help="attention starts early, as it may in a server")
+    gaps.set_defaults(run=_gaps)
     ncu = modes.add_parser("ncu", parents=[_common(240, 1)], help="DRAM bytes counted by Nsight Compute")
     ncu.add_argument("--child", nargs="+", metavar="MODEL:TOKENS", help=argparse.SUPPRESS)
     ncu.set_defaults(run=_ncu)
@@ -79,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     tiles = modes.add_parser("tiles", parents=[_common(240, 12)], help="time against the shape of a program's tile")
     tiles.add_argument("--prefill", action="store_true", help="of the prefill kernel (default: of the decode kernel)")
     tiles.set_defaults(run=_tiles)
-    whole = modes.add_parser("all", help="every mode but tiles in turn, each in its own process")
+    whole = modes.add_parser("all", help="every mode but tiles and gaps in turn, each in its own process")
     whole.add_argument("--seconds", type=float, default=900, help="for all of them together (default: %(default)s)")
     whole.add_argument("--only", nargs="+", metavar="PART", help="some of the parts, as their results files are named")
     whole.set_defaults(run=None)
@@ -144,6 +152,14 @@ def _step(args: argparse.Namespace, runner: Runner) -> bool:
     peers = [name for name in args.peers or () if name != "none"]
     pdl = False if args.no_attention_pdl else None
     step.run(step.find_networks(args.model), _batches(args, step.BATCHES, (1, 64)), peers, runner, pdl, args.context)
+    return True
+
+
+def _gaps(args: argparse.Namespace, runner: Runner) -> bool:
+    from bench import gaps, in_model
+
+    cases = _cases(_models(args, QUICK_MODELS), _batches(args, QUICK_BATCHES[:2]))
+    gaps.run(cases, choose(in_model.OURS, args.peers or IN_MODEL_PEERS), runner, args.attention_pdl)
     return True
 
 

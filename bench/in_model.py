@@ -52,7 +52,7 @@ def projections(case: Case, count: int) -> tuple[Tensor, list[Tensor]]:
     return randn(case.tokens, model.hidden), weights
 
 
-def _packed(layer: Layer, case: Case) -> Tensor:
+def packed_qkv(layer: Layer, case: Case) -> Tensor:
     """The [T, heads * D] tensor whose slices are the layer's q, k and v."""
     width = case.model.heads * case.model.head_dim
     return layer.q.as_strided((case.tokens, width), (width, 1))
@@ -69,7 +69,7 @@ def graphs(
         calls = []
         for layer, weight in zip(layers, weights, strict=True):
             launch = None if provider is None else provider.bind(case, meta, layer)
-            calls.append(block(case, weight, hidden, layer, _packed(layer, case), attend, launch))
+            calls.append(block(case, weight, hidden, layer, packed_qkv(layer, case), attend, launch))
         return timing.capture(calls, warm=2).replay
 
     by_name = {BASE: None, **{p.name: p for p in providers}}

@@ -25,7 +25,7 @@ ROWS = 256  # of a tile, at most
 
 
 def decode_tiles(model: Model, tokens: int) -> Iterator[Any]:
-    """Geometries of one and two 16-byte accesses a thread in each half of a head, from wide to high."""
+    """Geometries of 2 to 16 elements a thread in each half of a head, from wide to high."""
     module = "decode_rope.geometry"
     geometry, chosen, power_of_two = (need(module, name) for name in ("Geometry", "decode_geometry", "power_of_two"))
 
@@ -35,8 +35,8 @@ def decode_tiles(model: Model, tokens: int) -> Iterator[Any]:
         return (high, heads) if high * heads >= 2 else (1, 2)
 
     alike = chosen(tokens, *_heads(model))[5:]  # but for tiles and warps
-    for warps, fill, most_heads in product((1, 2, 4), (1, 2), (1, 4, 16, 64)):
-        rows = max(2, fill * 8 * 32 * warps // (model.head_dim // 2))
+    for warps, elements, most_heads in product((1, 2, 4), (2, 4, 8, 16), (1, 4, 16, 64)):
+        rows = max(2, elements * 32 * warps // (model.head_dim // 2))
         yield geometry(*tile(model.num_q_heads, rows, most_heads), *tile(model.num_kv_heads, rows, most_heads), warps, *alike)
 
 

@@ -8,9 +8,9 @@ import torch
 from test_bench import CPU, CpuGraph, on_cpu, report, runner  # noqa: F401
 
 import decode_rope
-from bench import driver, everything, prefill, sweep, tiles, variants, waves, workloads
+from bench import driver, everything, gaps, prefill, providers, sweep, tiles, variants, verify, waves, workloads
 from bench.__main__ import _label, build_parser, main
-from bench.buffers import Case
+from bench.buffers import Case, decode_meta
 
 SMALL = workloads.Model("small", 4, 2, 16, 64)
 
@@ -110,6 +110,40 @@ def test_a_tile_that_changes_bits_has_no_speed(on_cpu, report, runner, monkeypat
     row = tiles.measure(Case(SMALL, 6, CPU), True, runner)
     assert {name.split("/")[-2] for name in row["us"] if name != tiles.CHOSEN} == {"4"} and tiles.CHOSEN in row["us"]
     assert any("not the bits of the chosen tile" in reason for reason in report.skipped)
+
+
+def test_a_provider_of_any_tiles():
+    """As `tiles` prints them, so that `step` and `--in-model` can be asked about them."""
+    from decode_rope.geometry import Geometry
+
+    name = "ours@" + tiles.label(Geometry(1, 2, 1, 4, 1, 1, -1))
+    assert name == "ours@1/2/1/4/1/1/-1"
+    found = providers.load(name)
+    case = Case(SMALL, 6, CPU)
+    assert found.make_op(case, decode_meta(case, 64, 0)).geometry == Geometry(1, 2, 1, 4, 1, 1, -1)
+    assert verify.check(found, case)[:2] == ("ok", "")
+    with pytest.raises(workloads.UsageError, match="numbers between slashes after ours@, got '1/x'"):
+        providers.load("ours@1/x")
+
+
+def test_gaps_between_kernels():
+    """Of every pair in a row its median, an overlap as a negative gap; pairs seen rarely are left out."""
+    kernel = gaps.Kernel
+    a_layer = [("gemm", 0, 100), ("rope", 130, 150), ("attention", 140, 240)]
+    kernels = [kernel(name, 1000 * i + start, 1000 * i + end) for i in range(3) for name, start, end in a_layer]
+    kernels[1] = kernel("rope", 104, 150)
+    found = gaps.edges(reversed(kernels), least=3)
+    assert found == [gaps.Edge("gemm", "rope", 30, 20, 3), gaps.Edge("rope", "attention", -10, 100, 3)]
+    assert gaps.edges(kernels, least=2)[2] == gaps.Edge("attention", "gemm", 760, 100, 2)
+
+
+@pytest.mark.gpu
+def test_gaps_of_a_layer(runner, device):  # noqa: F811
+    ours = [providers.load("ours")]
+    row = gaps.measure(Case(workloads.find_models(["8/1/128"])[0], 1), ours, runner, False)
+    launch = [edge for edge in row["edges"]["ours"] if edge["second"] == "decode_kernel"]
+    assert len(launch) == 1 and launch[0]["count"] == gaps.LAYERS * gaps.REPLAYS and 0 < launch[0]["duration"] < 100_000
+    assert not any("decode_kernel" in edge["second"] for edge in row["edges"][gaps.BASE])
 
 
 @pytest.mark.parametrize("model", workloads.MODELS.values(), ids=str)

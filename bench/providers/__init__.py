@@ -78,7 +78,12 @@ PEERS = (
 SLOW_BATCHES = (1, 512)
 
 
+TILED = "ours@"  # and a geometry, as `tiles` prints it
+
+
 def load(name: str) -> Provider:
+    if name.startswith(TILED):
+        return importlib.import_module("bench.providers.ours").of_tiles(name, name.removeprefix(TILED))
     if name not in REGISTRY:
         raise UsageError(f"--peers: expected some of {', '.join(REGISTRY)}; got {name!r}")
     module, argument = REGISTRY[name]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bench.buffers import Case, Layer, Meta
 from bench.providers import need
+from bench.workloads import UsageError
 
 # variant -> (enable_pdl, metadata_ready, `Geometry.pdl` where it is not the package's own choice)
 _LAUNCHES = {
@@ -31,8 +32,8 @@ class Bound:
     group, exact, slow, cpu = "ours", True, False, True
     modules = ("decode_rope",)
 
-    def __init__(self, name: str, variant: str) -> None:
-        self.name = name
+    def __init__(self, name: str, variant: str, tiles: tuple[int, ...] | None = None) -> None:
+        self.name, self.tiles = name, tiles
         self.enable_pdl, self.metadata_ready, self.pdl = _LAUNCHES[variant]
         self._ops: dict[tuple, tuple[Tensor, Any]] = {}
 
@@ -46,6 +47,8 @@ class Bound:
 
     def make_op(self, case: Case, meta: Meta, **options: Any) -> Any:
         """A DecodeRope without warm-up: binding compiles what the case needs and no more."""
+        if self.tiles is not None:
+            options.setdefault("geometry", need("decode_rope.geometry", "Geometry")(*self.tiles))
         if self.pdl is not None:
             model = case.model
             chosen = need("decode_rope.geometry", "decode_geometry")(
@@ -103,6 +106,14 @@ class Function:
         else:
             index = {"slot_mapping": meta.slots}
         return lambda: function(*arguments, **index)
+
+
+def of_tiles(name: str, numbers: str) -> Bound:
+    """The default launch with a geometry of its own: tokens/heads of q/tokens/heads of k and v/warps/pdl/carveout."""
+    try:
+        return Bound(name, "default", tuple(map(int, numbers.split("/"))))
+    except ValueError:
+        raise UsageError(f"--peers: expected numbers between slashes after ours@, got {numbers!r}") from None
 
 
 def make(name: str, variant: str) -> Bound | Function:
