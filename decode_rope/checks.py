@@ -47,6 +47,8 @@ def check_append(
     else:
         _caches(k, v, k_cache, v_cache, kv_layout)
         _index(q, block_table, slot_mapping, cache_positions, tokens_per_request)
+        if block_table is not None:
+            block_table_reach(block_table, k_cache, kv_layout)
     for name, out, like in (("q_out", q_out, q), ("k_out", k_out, k)):
         if out is not None:
             _output(name, out, like)
@@ -76,8 +78,8 @@ def _flags(tokens_per_request, is_neox, kv_layout, enable_pdl) -> None:
         raise TypeError(f"enable_pdl: expected None, True or False, got {enable_pdl!r}")
     if isinstance(tokens_per_request, bool) or not isinstance(tokens_per_request, int):
         raise TypeError(f"tokens_per_request: expected an int, got {type(tokens_per_request).__name__}")
-    if tokens_per_request < 1:
-        raise ValueError(f"tokens_per_request: expected at least 1, got {tokens_per_request}")
+    if not 1 <= tokens_per_request < 2**63:
+        raise ValueError(f"tokens_per_request: expected at least 1 and less than 2^63, got {tokens_per_request}")
 
 
 def _activation(name: str, x, heads: str) -> None:
@@ -235,6 +237,13 @@ def _index(q: Tensor, block_table, slot_mapping, cache_positions, tokens_per_req
     _last_dim_contiguous(name, index)
     if cache_positions is not None:
         _positions("cache_positions", cache_positions, q)
+
+
+def block_table_reach(block_table: Tensor, k_cache: Tensor, kv_layout: str) -> None:
+    """A negative place is past every column only if the columns hold fewer than 2^63 places."""
+    columns, page_size = block_table.shape[1], cache_view(k_cache, kv_layout).page_size
+    if columns * page_size >= 2**63:
+        raise ValueError(f"block_table: expected fewer than 2^63 places a row, got {columns} columns of pages of {page_size}")
 
 
 def _output(name: str, out, like: Tensor) -> None:

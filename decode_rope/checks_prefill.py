@@ -18,6 +18,7 @@ from .checks import (
     _output,
     _positions,
     _tensor,
+    block_table_reach,
     check_table,
 )
 from .layout import overlaps_itself, share_memory
@@ -50,6 +51,8 @@ def check_prefill(call, *, block_table, slot_mapping) -> None:
         _cu_seqlens(call.cu_seqlens, call.tokens_per_request)
     if k is not None and not live:
         _prefill_index(call, block_table, slot_mapping)
+        if block_table is not None:
+            block_table_reach(block_table, call.k_cache, call.kv_layout)
     for name, out, like in (("q_out", call.q_out, q), ("k_out", call.k_out, k)):
         if out is not None:
             _output(name, out, like)

@@ -56,14 +56,15 @@ def check_geometry(geometry) -> None:
         raise ValueError(f"geometry: expected tiles of at least two tokens, got {geometry}")
 
 
-def takes_whole_rows(head_dim: int, rotary_dim: int, itemsize: int, align: int) -> bool:
+def takes_whole_rows(rotary_dim: int, itemsize: int, align: int) -> bool:
     """Whether a prefill that only appends, with no outputs of its own and no sequences to look up, takes the rotated part of a row
     in one piece, its halves exchanged between the threads of a warp, in small tiles. `align`: bytes an access may have.
 
     1.5 % (32/8/128) to 3 % (8/1/128) faster than pieces of both halves in one thread (H200, 131,072 tokens); 20 % slower with
-    outputs, 8 to 14 % with sequences. The halves of longer rows, or of rows in narrower accesses, would meet in shared memory.
+    outputs, 8 to 14 % with sequences. The halves of longer rows, or of rows in narrower accesses or shorter than one, would meet in
+    shared memory.
     """
-    return 0 < rotary_dim == power_of_two(rotary_dim) and itemsize == 2 and align == 16 and rotary_dim <= 256
+    return rotary_dim == power_of_two(rotary_dim) and 8 <= rotary_dim <= 256 and itemsize == 2 and align == 16
 
 
 def prefill_geometry(

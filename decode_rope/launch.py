@@ -23,8 +23,8 @@ launch_hooks = getattr(triton.knobs.runtime.launch_enter_hook, "calls", ())
 
 
 def with_stand_ins(own: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """The tensors of a decode step or prefill, in the kernels' order, with others in place of those that are None; the kernel
-    compiled for their absence never reads or writes through them."""
+    """The tensors of a decode step or prefill, in the order of a kernel's POINTERS, with others in place of those that are
+    None; the kernel compiled for their absence never reads or writes through them."""
     q, k, positions = own[0], own[0] if own[1] is None else own[1], own[8]
     stand_ins = (q, k, q, q, k, q, q, q, *[positions] * (len(own) - 8))
     return tuple([other if x is None else x for x, other in zip(own, stand_ins, strict=True)])
@@ -91,8 +91,8 @@ class Launch:
         self._ready[(*addresses, raw_stream(self.device))] = packed
 
     def launch(self, tensors: tuple[Tensor, ...], addresses: tuple[int, ...]) -> tuple | None:
-        """Launch on the current stream of the kernel's device. `addresses` are those of `tensors`, in kernel
-        order. Returns the packed launch, if it was one, for that stream and these addresses."""
+        """Launch on the current stream of the kernel's device. `addresses` are those of `tensors`, in the
+        order of the kernel's POINTERS. Returns the packed launch, if it was one, for that stream and these addresses."""
         if not INTERPRETED and current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self.launch(tensors, addresses)

@@ -42,7 +42,7 @@ class Static(NamedTuple):
     BHK: int
     PDL: int
     PREFETCH: bool
-    WIDE: bool
+    WIDE: int
     FENCE: bool
     SOFT: bool
 
@@ -70,7 +70,7 @@ class Call(NamedTuple):
     geometry: Geometry | None = None
 
     def own_tensors(self) -> tuple[Tensor | None, ...]:
-        """The kernel's pointer arguments in order, without the fault record; None where this call has none."""
+        """The kernel's POINTERS, without the fault record; None where this call has none."""
         return (
             self.q, self.k, self.v, self.q_out, self.k_out, self.k_cache, self.v_cache, self.cos_sin, self.positions,
             self.cache_positions, self.index,
@@ -136,7 +136,7 @@ def append_plan(call: Call, device: torch.device, *, aligned: bool = True) -> Pl
     num_pages = 0 if k_view is None else k_view.num_pages
     width, row = index_shape(call.index, call.paged)
     integers = (width, row, num_tokens, max_position, num_pages, *(stride for stride, _ in strides))
-    static = static._replace(WIDE=max(integers) >= 2**31)
+    static = static._replace(WIDE=sum(1 << i for i, n in enumerate(integers) if n >= 2**31))
     compiled = variant(decode_kernel, (*POINTERS, *INTEGERS), device, dtypes, static, geometry.num_warps)
     return Plan(call, compiled, grid, integers, geometry.carveout)
 
@@ -169,7 +169,7 @@ def _static(call: Call, geometry: Geometry, page_size: int, device: torch.device
         BHK=geometry.heads_kv,
         PDL=pdl,
         PREFETCH=pdl > 0 and call.metadata_ready,
-        WIDE=False,  # `append_plan` knows
+        WIDE=0,  # `append_plan` knows
         FENCE=not INTERPRETED and torch.version.hip is None,
         SOFT=INTERPRETED,
     )

@@ -118,7 +118,7 @@ def prefill_plan(call: PrefillCall, device: torch.device, *, aligned: bool = Tru
     aligned = aligned and not any(size > 1 and stride * itemsize % align for stride, size in strides)
     view = cache_view(call.k_cache, call.kv_layout) if call.appends() else None
     only_appends = call.q_out is None and call.k_out is None and call.cu_seqlens is None
-    whole = aligned and only_appends and takes_whole_rows(head_dim, rotary_dim, itemsize, align)
+    whole = aligned and only_appends and takes_whole_rows(rotary_dim, itemsize, align)
     sizes = (num_q_heads, num_kv_heads, head_dim, rotary_dim, itemsize)
     geometry = call.geometry or prefill_geometry(*sizes, aligned, whole)
     multi = call.positions.dim() == 2

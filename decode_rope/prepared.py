@@ -96,8 +96,8 @@ class DecodeRope:
     def warmup(self, max_tokens: int) -> "DecodeRope":
         """Compile and load every kernel that calls of up to `max_tokens` tokens may launch; nothing is launched or written.
 
-        After it, any such call, bound or not, may be captured in a CUDA graph; only tensors with steps of 2^31 elements and more
-        need another kernel. Returns self.
+        After it, any such call, bound or not, may be captured in a CUDA graph; only steps and sizes of 2^31 and more need another
+        kernel. Returns self.
         """
         if not isinstance(max_tokens, int) or max_tokens < 1:
             raise ValueError(f"max_tokens: expected an int of at least 1, got {max_tokens!r}")

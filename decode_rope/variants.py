@@ -1,9 +1,9 @@
 """Compiled kernels: one for each static configuration, loaded once for each device and kept for ever.
 
-A kernel is compiled for dtypes, head counts and flags, and never for a batch size, a stride or an address, so the key of a
-variant is entirely ours. `driver.launch` launches a variant directly; `kernel[grid]` does it under the interpreter, on AMD,
-for Triton versions nobody has tried, for kernels whose parameters are not what we gave, while a profiler's launch hooks are
-attached, and with DECODE_ROPE_LAUNCH=jit in the environment.
+A kernel is compiled for dtypes, head counts and flags, and never for a batch size, a stride or an address, but for which of them
+need more than 31 bits, so the key of a variant is entirely ours. `driver.launch` launches a variant directly; `kernel[grid]` does
+it under the interpreter, on AMD, for Triton versions nobody has tried, for kernels whose parameters are not what we gave, while a
+profiler's launch hooks are attached, and with DECODE_ROPE_LAUNCH=jit in the environment.
 """
 
 import os
@@ -62,8 +62,9 @@ class Variant:
             self._load(dtypes)
 
     def _load(self, dtypes: tuple) -> None:
-        size = 2**32 if getattr(self.static, "WIDE", False) else 1  # Triton gives integers the bits that their values need
-        given = (*dtypes, *[size] * (len(self.names) - len(dtypes)))
+        wide = getattr(self.static, "WIDE", 0)
+        # Triton gives integers the bits that their values need.
+        given = (*dtypes, *[2**32 if wide >> i & 1 else 1 for i in range(len(self.names) - len(dtypes))])
         with torch.cuda.device(self.device):
             self.compiled = self.kernel.warmup(*self.in_order(given), **self.static._asdict(), **self.options, grid=(1,))
             self.run = self.compiled.run  # reading it loads the module

@@ -47,22 +47,22 @@ def accesses(kernel, kind: str) -> list[int]:
 
 def sass_events(kernel) -> list[list[str]]:
     """Loads, stores and exits of every tile of a kernel in SASS, in order; a load `to keep` is one with an eviction policy."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        listing = subprocess.run([nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True).stdout
     names = {"LDG": "load", "STG": "store", "EXI": "leave"}
     tiles = [[]]
-    for predicate, word in re.findall(r"^\s+/\*[0-9a-f]{4}\*/\s+(@\S+ )?\s*((?:LDG|STG|EXIT)\S*)", listing, re.M):
+    for predicate, word in re.findall(r"^\s+/\*[0-9a-f]{4}\*/\s+(@\S+ )?\s*((?:LDG|STG|EXIT)\S*)", sass(kernel), re.M):
         tiles[-1].append(names[word[:3]] + " to keep" * (".EL" in word))
         if word == "EXIT" and not predicate:
             tiles.append([])
     return [tile for tile in tiles if "store" in tile]
 
 
-def nvdisasm() -> str:
-    """The disassembler that Triton brings along."""
-    return str(Path(nvidia.__file__).parent / "bin" / "nvdisasm")
+def sass(kernel) -> str:
+    """A listing of what `ptxas` made, by the disassembler that Triton brings along."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [Path(nvidia.__file__).parent / "bin" / "nvdisasm", "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def pdl_events(ptx: str) -> list[str]:

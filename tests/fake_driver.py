@@ -102,8 +102,9 @@ class FakeDriver:
         if len(values) != len(names) + SCRATCH or any(values[len(names) :]) or extra is not None:
             return INVALID_VALUE
         arguments = dict(zip(names, values, strict=False))
-        if not getattr(loaded.static, "WIDE", True):  # the kernel reads 32 bits of each
-            arguments |= {name: ctypes.c_int32(arguments[name]).value for name in loaded.kernel.integers}
+        wide = getattr(loaded.static, "WIDE", -1)
+        narrow = [name for i, name in enumerate(loaded.kernel.integers) if not wide >> i & 1]
+        arguments |= {name: ctypes.c_int32(arguments[name]).value for name in narrow}  # the kernel reads 32 bits of each
         programs = loaded.kernel.programs(loaded.static, arguments)
         if list(config.grid) != [programs, 1, 1] or list(config.block) != [32 * loaded.num_warps, 1, 1]:
             return INVALID_VALUE

@@ -68,7 +68,10 @@ TABLE = {
         give(tokens_per_request=True)),
     "per request, float": Bad(TypeError, "tokens_per_request: expected an int, got float",
         give(tokens_per_request=1.0)),
-    "per request, 0": Bad(ValueError, "tokens_per_request: expected at least 1, got 0", give(tokens_per_request=0)),
+    "per request, 2^63": Bad(ValueError, "tokens_per_request: expected at least 1 and less than 2^63, got 9223372036854775808",
+        give(tokens_per_request=2**63)),
+    "per request, 0": Bad(ValueError, "tokens_per_request: expected at least 1 and less than 2^63, got 0",
+        give(tokens_per_request=0)),
     # q, k, v
     "q, list": Bad(TypeError, "q: expected a torch.Tensor, got list", give(q=[1.0])),
     "k, array": Bad(TypeError, "k: expected a torch.Tensor, got ndarray",
@@ -170,6 +173,9 @@ TABLE = {
         give(block_table=[[1], [2], [3]])),
     "block_table, int16": Bad(TypeError, "block_table: expected int32 or int64, got torch.int16",
         to("block_table", torch.int16)),
+    "block_table, reach": Bad(ValueError, "block_table: expected fewer than 2^63 places a row, got 8388608 columns of pages of 109",
+        lambda c: {name: c[name].new_empty(0, 2**40, *c[name].shape[2:]) for name in ("k_cache", "v_cache")}
+        | {"block_table": c["block_table"].new_empty(3, 2**23)}),
     "block_table, flat": Bad(ValueError, "block_table: expected [requests, max_pages] with at least 3 rows",
         view("block_table", lambda t: t[:, 0])),
     "block_table, rows": Bad(ValueError, "block_table: expected [requests, max_pages] with at least 3 rows",

@@ -34,7 +34,6 @@ def small_call(device, n: int = 2) -> dict[str, torch.Tensor]:
     positions = [n * token + token for token in range(n)]  # offset `token` of column `token`
     call |= {"cos_sin_cache": randn(n * n, D).float(), "positions": torch.tensor(positions, device=device)}
     table = torch.zeros(n, n, dtype=torch.int32)
-    table.fill_diagonal_(0)
     table += torch.diag(torch.arange(n, dtype=torch.int32))
     return call | {"block_table": table.to(device)}
 
@@ -100,6 +99,30 @@ def test_B1_int32_pages_and_slots_of_a_large_contiguous_cache(name, index, devic
     decode_rope.rope_append_decode(**call | {name: cache})
     assert torch.equal(bits(cache[[0, -1]]), bits(want[name]))
     assert bool((cache[wrapped] == 7.0).all())
+
+
+@pytest.mark.parametrize("index", ["block_table", "slot_mapping"])
+@pytest.mark.parametrize("function", [decode_rope.rope_append_decode, decode_rope.rope_append_prefill])
+def test_B1_sizes_of_32_bits(function, index, device):
+    """More than 2^31 slots, and a table of as many columns: sizes between 2^31 and 2^32 are neither negative nor cut."""
+    slots = 2**31 + 5
+    x = torch.tensor([[[3.0]], [[5.0]], [[7.0]]], dtype=torch.float16, device=device)
+    k_cache, v_cache = (reserve(slots, device).view(slots, 1, 1) for _ in range(2))
+    call = {"positions": torch.tensor([0, slots - 1, slots], device=device), "cos_sin_cache": None}
+    if index == "slot_mapping":
+        call["slot_mapping"] = torch.tensor([2**30, slots - 1, slots], device=device)
+    else:
+        table = reserve(slots, device, torch.int32).view(1, slots)
+        table[0, 0], table[0, -1] = 2**30, slots - 1 - 2**31
+        call |= {"block_table": table, "tokens_per_request": 3}
+    places = (2**30, slots - 1 if index == "slot_mapping" else slots - 1 - 2**31)
+    for cache in (k_cache, v_cache):
+        cache[0] = cache[slots - 1 - 2**31] = cache[slots - 1] = cache[2**30] = 1.0
+    function(x.clone(), x, 2 * x, k_cache, v_cache, **call)
+    assert [k_cache[place].item() for place in places] == [3.0, 5.0] and k_cache[0] == 1.0
+    assert [v_cache[place].item() for place in places] == [6.0, 10.0] and v_cache[0] == 1.0
+    with pytest.raises(IndexError, match="row 2"):
+        decode_rope.check_faults()
 
 
 def test_B1_rows_of_the_block_table(device):

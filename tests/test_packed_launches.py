@@ -39,21 +39,26 @@ def test_F3_memory_of_any_alignment_in_any_order(fake_driver):
             check(start, prepared(start))
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "k_cache", "v_cache"])
-def test_B1_strides_of_64_bits_are_given_in_64(name, fake_driver):
-    """And of no more than 32 in 32, which the stand-in then cuts its parameters to."""
+@pytest.mark.parametrize(
+    ("name", "strides"),
+    {"q": ["q_t", "qo_t"], "k": ["k_t", "ko_t"], "v": ["v_t"], "k_cache": ["kc_p"], "v_cache": ["vc_p"]}.items(),
+)
+def test_B1_strides_of_64_bits_are_given_in_64(name, strides, fake_driver):
+    """And those of no more than 31 in 32, to which the stand-in cuts all others."""
     for n, step in ((2, FAR), (2, 2**31), (2, 2**31 - 2**10)):
         call = small_call("cpu", n)
         want = expected(call)
         memory = reserve(step + 2**16, "cpu")
         call[name] = memory.as_strided(call[name].shape, (step, *call[name].stride()[1:])).copy_(call[name])
-        for _ in range(2):
-            decode_rope.rope_append_decode(**call)
+        decode_rope.rope_append_decode(**call)
+        assert torch.equal(call["q"], want["q"]), step
+        decode_rope.rope_append_decode(**call)
         assert fake_driver.arguments[-1]["num_tokens"] == n
         for result in ("k_cache", "v_cache"):
             assert torch.equal(call[result], want[result]), (result, step)
-        wide = [v.static.WIDE for v in variants._VARIANTS.values()]
-        assert any(wide) == (step >= 2**31 or any(wide[:-1])) and wide[0]
+        last = list(variants._VARIANTS.values())[-1].static.WIDE
+        wide = [integer.removeprefix("stride_") for i, integer in enumerate(plan.INTEGERS) if last >> i & 1]
+        assert sorted(wide) == (sorted(strides) if step >= 2**31 else []), step
 
 
 @pytest.mark.parametrize("one", ["q", "k", "v", "k_cache", "v_cache", "q_out", "k_out", "cos_sin_cache"])

@@ -185,7 +185,7 @@ def _v_tile(
 @triton.jit(do_not_specialize=[*POINTERS, *INTEGERS])
 def decode_kernel(
     # In the order of use, because a launch reads its parameters through a cache that is empty: those of all tiles and of Q, then of
-    # K, then of V. Of 32 bits unless WIDE: one instruction then multiplies what four would.
+    # K, then of V. Of 32 bits but for those in WIDE: one instruction then multiplies what four would.
     num_tokens,
     positions_ptr,
     max_position,
@@ -239,7 +239,7 @@ def decode_kernel(
     BHK: tl.constexpr,
     PDL: tl.constexpr,  # 0: off; dependent kernels may be scheduled 1: at once, 2: when all before us has ended, 3: when we have
     PREFETCH: tl.constexpr,  # read positions, index and table before the PDL wait; then 2 is as 1
-    WIDE: tl.constexpr,  # sizes and strides come in 64 bits, else in 32
+    WIDE: tl.constexpr,  # which of INTEGERS come in 64 bits, a bit for each; the others in 32
     FENCE: tl.constexpr,  # hold NVIDIA's compiler to our order of loads
     SOFT: tl.constexpr,  # integer rounding to bf16, for the interpreter
 ):

@@ -30,7 +30,8 @@ def _log2(n):
 
 @triton.jit
 def divide(x, DIVISOR: tl.constexpr):
-    """(x // DIVISOR, x % DIVISOR) of an int64, as if it had no sign: a negative one gives a quotient that is past any size."""
+    """(x // DIVISOR, x % DIVISOR) of an int64, as if it had no sign: a negative one gives a quotient past any number of pages or
+    columns, which the checks keep below 2^63 // DIVISOR."""
     u = x.to(tl.uint64, bitcast=True)
     if DIVISOR & (DIVISOR - 1) == 0:
         SHIFT: tl.constexpr = _log2(DIVISOR)
@@ -55,7 +56,7 @@ def in_range(x, end):
     if x.dtype == tl.int32 and end.dtype == tl.int32:
         return x.to(tl.uint32, bitcast=True) < end.to(tl.uint32, bitcast=True)
     else:
-        return x.to(tl.int64).to(tl.uint64, bitcast=True) < natural(end).to(tl.uint64, bitcast=True)
+        return x.to(tl.int64).to(tl.uint64) < natural(end).to(tl.uint64)
 
 
 @triton.jit
@@ -92,9 +93,10 @@ def round_to(x, dtype: tl.constexpr, SOFT: tl.constexpr):
 
 
 @triton.jit
-def widen(x, SOFT: tl.constexpr):
-    """To fp32, exactly. SOFT does it in integers for bf16, whose subnormals the interpreter misreads."""
-    if SOFT and x.dtype == tl.bfloat16:
+def widen(x):
+    """To fp32, exactly. Of bf16 by its bits: the interpreter misreads subnormals, and `ptxas` takes two instructions where every
+    other element needs one."""
+    if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
@@ -203,8 +205,8 @@ def turns(pos, max_position, head):
 @triton.jit
 def rotate_pairs(x1, x2, c, s, dtype: tl.constexpr, SOFT: tl.constexpr):
     """(x1·c − x2·s, x2·c + x1·s) in fp32, each rounded once."""
-    a = widen(x1, SOFT)
-    b = widen(x2, SOFT)
+    a = widen(x1)
+    b = widen(x2)
     return round_to(a * c - b * s, dtype, SOFT), round_to(b * c + a * s, dtype, SOFT)
 
 
