@@ -53,9 +53,8 @@ def facts_of(launch: Any) -> Facts:
         AttributeError: there is no compiled kernel behind it, as on the CPU.
     """
     plan, variant = launch.plan, launch.plan.variant
-    arguments = [("p", address) for address in (*launch.addresses, plan.faults.data_ptr())]
-    arguments += [("q", number) for number in plan.integers]
-    arguments += [("p", 0)] * variant.num_scratch
+    pointers = [("p", address) for address in (*launch.addresses, plan.faults.data_ptr())]
+    arguments = [*variant.in_order((*pointers, *[("q", number) for number in plan.integers])), *[("p", 0)] * variant.num_scratch]
     pdl = bool(variant.options.get("launch_pdl"))
     carveout = plan.carveout if need("decode_rope.driver", "knows_carveout")() else -1
     return Facts(variant.function, plan.grid, variant.options["num_warps"], variant.shared, pdl, arguments, carveout)
