@@ -4,17 +4,15 @@ Times are CUPTI's, through `torch.profiler`, in steps of 32 ns. What a launch ad
 before it to its own end, and what it changes in front of that: a launch with PDL moves the start of its neighbours, too.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from bench import timing
-from bench.attention import make_attention
 from bench.buffers import Case, context_for, decode_meta, make_layers
-from bench.in_model import BASE, block, packed_qkv, projections
+from bench.in_model import graphs
 from bench.providers import Provider
 from bench.report import columns
 from bench.runner import Runner, passed
@@ -75,23 +73,13 @@ def profiled(graph: torch.cuda.CUDAGraph, replays: int) -> list[Kernel]:
     ]
 
 
-def measure(case: Case, providers: Sequence[Provider], runner: Runner, pdl: bool) -> dict[str, Any]:
+def measure(case: Case, providers: list[Provider], runner: Runner, pdl: bool) -> dict[str, Any]:
     """One JSON row: the edges of every provider's graph, and of the one without a launch."""
-    right = passed(list(providers), runner.verified(list(providers), case))
+    right = passed(providers, runner.verified(providers, case))
     meta = decode_meta(case, context_for(case, LAYERS, most=128), 0)
     layers = make_layers(case, meta, LAYERS, 0, fill=True)
-    attention, attend = make_attention(case, meta, None if pdl else False)
-    hidden, weights = projections(case, LAYERS)
-    by_name: dict[str, Provider | None] = {BASE: None, **{p.name: p for p in right}}
-
-    def build(name: str) -> list[Edge]:
-        provider, calls = by_name[name], []
-        for layer, weight in zip(layers, weights, strict=True):
-            launch = None if provider is None else provider.bind(case, meta, layer)
-            calls.append(block(case, weight, hidden, layer, packed_qkv(layer, case), attend, launch))
-        return edges(profiled(timing.capture(calls, warm=2), REPLAYS), least=LAYERS)
-
-    found = runner.build_each(by_name, build, case)
+    attention, captured = graphs(case, meta, layers, right, runner, pdl)
+    found = runner.build_each(captured, lambda name: edges(profiled(captured[name], REPLAYS), least=LAYERS), case)
     return {
         "model": case.model.name,
         "shape": case.model.shape,

@@ -52,7 +52,7 @@ def projections(case: Case, count: int) -> tuple[Tensor, list[Tensor]]:
     return randn(case.tokens, model.hidden), weights
 
 
-def packed_qkv(layer: Layer, case: Case) -> Tensor:
+def _packed(layer: Layer, case: Case) -> Tensor:
     """The [T, heads * D] tensor whose slices are the layer's q, k and v."""
     width = case.model.heads * case.model.head_dim
     return layer.q.as_strided((case.tokens, width), (width, 1))
@@ -60,17 +60,17 @@ def packed_qkv(layer: Layer, case: Case) -> Tensor:
 
 def graphs(
     case: Case, meta: Meta, layers: list[Layer], providers: list[Provider], runner: Runner, pdl: bool
-) -> tuple[str, dict[str, Callable[[], None]]]:
-    """Replays by provider, and `without` for the graph that leaves the launch out."""
+) -> tuple[str, dict[str, torch.cuda.CUDAGraph]]:
+    """The attention's name, and graphs by provider, `without` being the one that leaves the launch out."""
     name, attend = make_attention(case, meta, pdl)
     hidden, weights = projections(case, len(layers))
 
-    def build(provider: Provider | None) -> Callable[[], None]:
+    def build(provider: Provider | None) -> torch.cuda.CUDAGraph:
         calls = []
         for layer, weight in zip(layers, weights, strict=True):
             launch = None if provider is None else provider.bind(case, meta, layer)
-            calls.append(block(case, weight, hidden, layer, packed_qkv(layer, case), attend, launch))
-        return timing.capture(calls, warm=2).replay
+            calls.append(block(case, weight, hidden, layer, _packed(layer, case), attend, launch))
+        return timing.capture(calls, warm=2)
 
     by_name = {BASE: None, **{p.name: p for p in providers}}
     return name, runner.build_each(by_name, lambda key: build(by_name[key]), case)
@@ -90,8 +90,8 @@ def run(cases: list[Case], providers: list[Provider], options: Options, runner: 
         context = context_for(case, options.layers, most=128)
         meta = decode_meta(case, context, options.seed)
         layers = make_layers(case, meta, options.layers, options.seed, fill=True)
-        attention, replays = graphs(case, meta, layers, right, runner, options.attention_pdl)
-        samples = runner.sample(replays, target_us=500.0)
+        attention, captured = graphs(case, meta, layers, right, runner, options.attention_pdl)
+        samples = runner.sample({name: graph.replay for name, graph in captured.items()}, target_us=500.0)
         row = row_of(case, samples, right, status, attention, context, options.layers)
         report.add(row, columns(line(row, names), widths))
 

@@ -78,8 +78,9 @@ def prefill_geometry(
 ) -> PrefillGeometry:
     """The launch of a prefill. `num_kv_heads` is 0 when only Q rotates, `rotary_dim` 0 when nothing does; `whole`:
     the kernel takes rows in one piece."""
-    q = plain_tiles(num_q_heads, head_dim, rotary_dim, itemsize, aligned, whole)
-    kv = plain_tiles(num_kv_heads, head_dim, rotary_dim, itemsize, aligned, whole)._replace(loop=1) if num_kv_heads else q
+    row = (head_dim, rotary_dim, itemsize, aligned, whole)
+    q = plain_tiles(num_q_heads, *row)
+    kv = plain_tiles(num_kv_heads, *row)._replace(loop=1) if num_kv_heads else q
     return PrefillGeometry(q, kv)
 
 

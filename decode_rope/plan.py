@@ -124,24 +124,22 @@ def append_plan(call: Call, device: torch.device, *, aligned: bool = True) -> Pl
     num_kv_heads = 0 if call.k is None else call.k.shape[1]
     geometry = call.geometry or decode_geometry(num_tokens, q.shape[1], num_kv_heads, q.shape[2])
     k_view = None if call.k is None else cache_view(call.k_cache, call.kv_layout)
-    static = _static(call, geometry, 1 if k_view is None else k_view.page_size, device)
     outs = (q if call.q_out is None else call.q_out, call.k if call.k_out is None else call.k_out)
     strides = steps((q, call.k, call.v, *outs), (call.k_cache, call.v_cache), call.kv_layout)
+    max_position = UNBOUNDED if call.cos_sin is None else call.cos_sin.shape[0]
+    num_pages = 0 if k_view is None else k_view.num_pages
+    integers = (*index_shape(call.index, call.paged), num_tokens, max_position, num_pages, *(stride for stride, _ in strides))
+    static = _static(call, geometry, 1 if k_view is None else k_view.page_size, integers, device)
     itemsize = q.element_size()
     if not aligned or any(size > 1 and stride * itemsize % static.ALIGN for stride, size in strides):
         static = static._replace(ALIGN=itemsize, ALIGN_TABLE=4)
     dtypes = (*(t.dtype for t in call.kernel_tensors()), torch.int64)
-    max_position = UNBOUNDED if call.cos_sin is None else call.cos_sin.shape[0]
     grid = geometry.programs(num_tokens, q.shape[1], num_kv_heads)
-    num_pages = 0 if k_view is None else k_view.num_pages
-    width, row = index_shape(call.index, call.paged)
-    integers = (width, row, num_tokens, max_position, num_pages, *(stride for stride, _ in strides))
-    static = static._replace(WIDE=sum(1 << i for i, n in enumerate(integers) if n >= 2**31))
     compiled = variant(decode_kernel, (*POINTERS, *INTEGERS), device, dtypes, static, geometry.num_warps)
     return Plan(call, compiled, grid, integers, geometry.carveout)
 
 
-def _static(call: Call, geometry: Geometry, page_size: int, device: torch.device) -> Static:
+def _static(call: Call, geometry: Geometry, page_size: int, integers: tuple[int, ...], device: torch.device) -> Static:
     """The kernel's compile-time parameters, for memory as aligned as the head sizes allow."""
     num_q_heads, head_dim = call.q.shape[1:]
     v_head_dim = head_dim if call.v is None else call.v.shape[2]
@@ -169,7 +167,7 @@ def _static(call: Call, geometry: Geometry, page_size: int, device: torch.device
         BHK=geometry.heads_kv,
         PDL=pdl,
         PREFETCH=pdl > 0 and call.metadata_ready,
-        WIDE=0,  # `append_plan` knows
+        WIDE=sum(1 << i for i, n in enumerate(integers) if n >= 2**31),
         FENCE=not INTERPRETED and torch.version.hip is None,
         SOFT=INTERPRETED,
     )

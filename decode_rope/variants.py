@@ -40,7 +40,6 @@ class Variant:
         "function",
         "kernel",
         "metadata",
-        "names",
         "num_scratch",
         "options",
         "order",
@@ -50,7 +49,7 @@ class Variant:
     )
 
     def __init__(self, kernel, names: tuple[str, ...], device: torch.device, dtypes: tuple, static: NamedTuple, num_warps: int):
-        self.kernel, self.names, self.device, self.static = kernel, names, device, static
+        self.kernel, self.device, self.static = kernel, device, static
         self.order = tuple(names.index(name) for name in kernel.arg_names[: len(names)])
         # fp fusion would contract x1·c − x2·s and change bits between Triton releases.
         self.options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
@@ -64,7 +63,7 @@ class Variant:
     def _load(self, dtypes: tuple) -> None:
         wide = getattr(self.static, "WIDE", 0)
         # Triton gives integers the bits that their values need.
-        given = (*dtypes, *[2**32 if wide >> i & 1 else 1 for i in range(len(self.names) - len(dtypes))])
+        given = (*dtypes, *[2**32 if wide >> i & 1 else 1 for i in range(len(self.order) - len(dtypes))])
         with torch.cuda.device(self.device):
             self.compiled = self.kernel.warmup(*self.in_order(given), **self.static._asdict(), **self.options, grid=(1,))
             self.run = self.compiled.run  # reading it loads the module

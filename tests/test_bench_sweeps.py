@@ -8,7 +8,7 @@ import torch
 from test_bench import CPU, CpuGraph, on_cpu, report, runner  # noqa: F401
 
 import decode_rope
-from bench import driver, everything, gaps, prefill, providers, sweep, tiles, variants, verify, waves, workloads
+from bench import driver, everything, gaps, in_model, prefill, providers, sweep, tiles, variants, verify, waves, workloads
 from bench.__main__ import _label, build_parser, main
 from bench.buffers import Case, decode_meta
 
@@ -143,7 +143,7 @@ def test_gaps_of_a_layer(runner, device):  # noqa: F811
     row = gaps.measure(Case(workloads.find_models(["8/1/128"])[0], 1), ours, runner, False)
     launch = [edge for edge in row["edges"]["ours"] if edge["second"] == "decode_kernel"]
     assert len(launch) == 1 and launch[0]["count"] == gaps.LAYERS * gaps.REPLAYS and 0 < launch[0]["duration"] < 100_000
-    assert not any("decode_kernel" in edge["second"] for edge in row["edges"][gaps.BASE])
+    assert not any("decode_kernel" in edge["second"] for edge in row["edges"][in_model.BASE])
 
 
 @pytest.mark.parametrize("model", workloads.MODELS.values(), ids=str)

@@ -33,9 +33,7 @@ def small_call(device, n: int = 2) -> dict[str, torch.Tensor]:
     call |= {"k_cache": randn(n, n, n, D), "v_cache": randn(n, n, n, D)}
     positions = [n * token + token for token in range(n)]  # offset `token` of column `token`
     call |= {"cos_sin_cache": randn(n * n, D).float(), "positions": torch.tensor(positions, device=device)}
-    table = torch.zeros(n, n, dtype=torch.int32)
-    table += torch.diag(torch.arange(n, dtype=torch.int32))
-    return call | {"block_table": table.to(device)}
+    return call | {"block_table": torch.diag(torch.arange(n, dtype=torch.int32)).to(device)}
 
 
 def expected(call: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

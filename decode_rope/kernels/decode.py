@@ -43,9 +43,9 @@ POINTERS = (
     "index_ptr",
     "faults_ptr",
 )
-# Metadata is of all layers. Kept in the L2 cache while a layer's weights go by, it is worth 0.1-0.4 us a launch (H200, behind a
+# Metadata is of all layers. To keep it in the L2 cache while a layer's weights go by is worth 0.1-0.4 us a launch (H200, behind a
 # projection of 50 MB).
-KEEP = tl.constexpr(True)
+EVICT = tl.constexpr("evict_last")
 # Strides are in elements; `index_len` is the block table's width, or the number of slots.
 INTEGERS = (
     "index_len",
@@ -86,10 +86,9 @@ def _q_tile(
     if R > 0:
         if not PREFETCH:
             x1, x2 = load_pairs(src, ok, R, NEOX)
-        pos = load_per_token(positions_ptr, token, num_tokens, BT, KEEP)
-        if not PREFETCH:
-            issue_loads(FENCE)
-        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT, KEEP)
+        pos = load_per_token(positions_ptr, token, num_tokens, BT, EVICT)
+        issue_loads(FENCE and not PREFETCH)
+        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT, EVICT)
         if PREFETCH:
             gdc_wait()
             x1, x2 = load_pairs(src, ok, R, NEOX)
@@ -123,17 +122,16 @@ def _k_tile(
         x1, x2 = load_pairs(src, ok, R, NEOX)
     if R < D and not PREFETCH:
         tail = load_span(src, ok, R, D - R)
-    pos = load_per_token(positions_ptr, token, num_tokens, BT, KEEP)
-    if not PREFETCH:
-        issue_loads(FENCE)
+    pos = load_per_token(positions_ptr, token, num_tokens, BT, EVICT)
+    issue_loads(FENCE and not PREFETCH)
     page, offset, writes, kind, value = locate(
         token, pos, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages, max_position,
-        R > 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, KEEP,
+        R > 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, EVICT,
     )  # fmt: skip
     slot = row_pointers(k_cache_ptr, steps(page, stride_kc_p) + steps(offset, stride_kc_t) + steps(head, stride_kc_h), ALIGN)
     live = ok & (head * 0 + writes > 0)
     if R > 0:
-        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT, KEEP)
+        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT, EVICT)
     if PREFETCH:
         gdc_wait()
         if R > 0:
@@ -167,12 +165,11 @@ def _v_tile(
     src = row_pointers(v_ptr, steps(token, stride_v_t) + steps(head, stride_v_h), ALIGN)
     if not PREFETCH:
         x = load_span(src, ok, 0, DV)
-    pos = load_per_token(positions_ptr, token, num_tokens, BT, KEEP)
-    if not PREFETCH:
-        issue_loads(FENCE)
+    pos = load_per_token(positions_ptr, token, num_tokens, BT, EVICT)
+    issue_loads(FENCE and not PREFETCH)
     page, offset, writes, _kind, _value = locate(
         token, pos, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages, max_position,
-        ROTARY, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, KEEP,
+        ROTARY, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, EVICT,
     )  # fmt: skip
     slot = row_pointers(v_cache_ptr, steps(page, stride_vc_p) + steps(offset, stride_vc_t) + steps(head, stride_vc_h), ALIGN)
     if PREFETCH:

@@ -14,6 +14,8 @@ POSITION = tl.constexpr(1)
 COLUMN = tl.constexpr(2)
 PAGE_ID = tl.constexpr(3)
 SLOT = tl.constexpr(4)
+# Triton's eviction policy of most loads; as a default, Triton 3.6 takes no plain string.
+NORMAL = tl.constexpr("")
 
 
 @triton.constexpr_function
@@ -171,10 +173,10 @@ def copy_span(src_row_ptr, dst_row_ptr, src_ok, dst_ok, START: tl.constexpr, N: 
 
 @triton.jit
 def load_cos_sin(
-    cos_sin_ptr, pos, max_position, head, R: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr, KEEP: tl.constexpr = False
+    cos_sin_ptr, pos, max_position, head, R: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr, EVICT: tl.constexpr = NORMAL
 ):  # fmt: skip
-    """cos and sin of `pos`, `[ROWS, power_of_two(R/2)]`; a position outside the table reads its first row. KEEP, here and below:
-    the next layer reads the same, so it should stay in the L2 cache while weights go by.
+    """cos and sin of `pos`, `[ROWS, power_of_two(R/2)]`; a position outside the table reads its first row. EVICT, here and below:
+    the eviction policy of loads.
 
     The pointers span the full tile: a `[1, P]` load broadcast afterwards would go through shared memory and a barrier.
     """
@@ -182,17 +184,16 @@ def load_cos_sin(
     P: tl.constexpr = power_of_two(HALF)
     d = tl.arange(0, P)[None, :]
     row = tl.where(in_range(pos, max_position), pos, 0)
-    LAST: tl.constexpr = "evict_last" if KEEP else ""
     if BT == 1:
         ptr = tl.multiple_of(cos_sin_ptr + row * R, ALIGN) + head * 0
     else:
         ptr = row_pointers(cos_sin_ptr, row * R, ALIGN)
     if P == HALF:
-        return tl.load(ptr + d, eviction_policy=LAST), tl.load(ptr + HALF + d, eviction_policy=LAST)
+        return tl.load(ptr + d, eviction_policy=EVICT), tl.load(ptr + HALF + d, eviction_policy=EVICT)
     else:
         ok = (head >= 0) & (d < HALF)
-        c = tl.load(ptr + d, mask=ok, other=0.0, eviction_policy=LAST)
-        return c, tl.load(ptr + HALF + d, mask=ok, other=0.0, eviction_policy=LAST)
+        c = tl.load(ptr + d, mask=ok, other=0.0, eviction_policy=EVICT)
+        return c, tl.load(ptr + HALF + d, mask=ok, other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -227,20 +228,18 @@ def tile_rows(
 
 
 @triton.jit
-def load_index(ptr, token, count, KEEP: tl.constexpr = False):
+def load_index(ptr, token, count, EVICT: tl.constexpr = NORMAL):
     """`ptr[token]` as int64; tokens past `count` read nothing and give −1."""
-    LAST: tl.constexpr = "evict_last" if KEEP else ""
-    return tl.load(ptr + token, mask=token < count, other=-1, eviction_policy=LAST).to(tl.int64)
+    return tl.load(ptr + token, mask=token < count, other=-1, eviction_policy=EVICT).to(tl.int64)
 
 
 @triton.jit
-def load_per_token(ptr, token, num_tokens, BT: tl.constexpr, KEEP: tl.constexpr = False):
+def load_per_token(ptr, token, num_tokens, BT: tl.constexpr, EVICT: tl.constexpr = NORMAL):
     """`ptr[token]` as int64 from a tensor of one element a token; −1 past the last token, where only tiles of several reach."""
-    LAST: tl.constexpr = "evict_last" if KEEP else ""
     if BT == 1:
-        return tl.load(ptr + token, eviction_policy=LAST).to(tl.int64)
+        return tl.load(ptr + token, eviction_policy=EVICT).to(tl.int64)
     else:
-        return load_index(ptr, token, num_tokens, KEEP)
+        return load_index(ptr, token, num_tokens, EVICT)
 
 
 @triton.jit
@@ -260,7 +259,7 @@ def locate(
     TOKENS_PER_REQUEST: tl.constexpr,
     OWN_CACHE_POSITIONS: tl.constexpr,
     BT: tl.constexpr,
-    KEEP: tl.constexpr = False,
+    EVICT: tl.constexpr = NORMAL,
 ):
     """Where a token's K and V go: (page, offset in page, may be written, fault kind, offending value).
 
@@ -269,19 +268,19 @@ def locate(
     if PAGED:
         p = pos
         if OWN_CACHE_POSITIONS:
-            p = load_per_token(cache_positions_ptr, token, num_tokens, BT, KEEP)
+            p = load_per_token(cache_positions_ptr, token, num_tokens, BT, EVICT)
         column, offset = divide(p, PAGE)
         has_entry = in_range(column, index_len)
         if OWN_CACHE_POSITIONS:
             has_entry = has_entry & (pos >= 0)
         request, _of_request = divide(token, TOKENS_PER_REQUEST)
         entry = index_ptr + steps(request, stride_index) + column
-        page = tl.load(entry, mask=has_entry, other=-1, eviction_policy="evict_last" if KEEP else "")
+        page = tl.load(entry, mask=has_entry, other=-1, eviction_policy=EVICT)
         wide = (pos >= 0) & (p >= 0) & (column >= index_len)
         kind = tl.where(wide, COLUMN, tl.where(page >= num_pages, PAGE_ID, 0))
         value = tl.where(wide, column, page)
     else:
-        slot = load_index(index_ptr, token, index_len, KEEP)
+        slot = load_index(index_ptr, token, index_len, EVICT)
         page, offset = divide(slot, PAGE)
         kind = tl.where((pos >= 0) & (slot >= 0) & (page >= num_pages), SLOT, 0)
         value = slot
