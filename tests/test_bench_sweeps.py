@@ -5,6 +5,8 @@ import subprocess
 
 import pytest
 import torch
+from cases import Spec, build, call_arguments, prepare
+from conftest import INTERPRETED
 from test_bench import CPU, CpuGraph, on_cpu, report, runner  # noqa: F401
 
 import decode_rope
@@ -245,3 +247,14 @@ def test_results_files_are_drawn_beside_themselves(tmp_path, capsys):
     assert main(["plot", *map(str, sorted(tmp_path.glob("*.json")))]) == 0
     assert (tmp_path / "waves.png").stat().st_size > 1000 and not (tmp_path / "host.png").exists()
     assert "skip host.json: plot: expected rows of" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(INTERPRETED, reason="launches do not go to the driver")
+def test_the_benchmark_s_bare_launch_has_the_parameters_of_ours(fake_driver):
+    """In the kernel's own order, which is not that of the call's tensors; Triton's scratch pointers last."""
+    case = build(Spec([5, 0, 6], [[1, 2], [0, 5], [3, 4]]), "cpu")
+    launch = prepare(case).bind(**call_arguments(case))
+    launch()
+    ours = fake_driver.arguments[-1]
+    kinds = ["p" if name.endswith("_ptr") else "q" for name in ours]
+    assert driver.facts_of(launch).arguments == [*zip(kinds, ours.values(), strict=True), ("p", 0), ("p", 0)]

@@ -14,7 +14,6 @@ from test_offsets import FAR, expected, reserve, small_call
 from ways import SPECS, TABLE, WAYS, either_way, function_of, with_one_of, with_other_flags, works
 
 import decode_rope
-from bench import driver as bare
 from decode_rope import api, dispatch, launch, plan, variants
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="launches do not go to the driver")
@@ -212,13 +211,3 @@ def test_small_launches_leave_shared_memory_to_their_neighbours(way, tokens, car
     spec = Spec([0] * tokens, [[r] for r in range(tokens)], num_pages=tokens, heads=(8, 1), head_dim=32, rotary_dim=32)
     WAYS[way](build(spec, "cpu"))()
     assert fake_driver.attributes == [carveout]
-
-
-def test_the_benchmark_s_bare_launch_has_the_parameters_of_ours(fake_driver):
-    """In the kernel's own order, which is not that of the call's tensors; Triton's scratch pointers last."""
-    case = build(TABLE, "cpu")
-    launch = prepare(case).bind(**call_arguments(case))
-    launch()
-    ours = fake_driver.arguments[-1]
-    kinds = ["p" if name.endswith("_ptr") else "q" for name in ours]
-    assert bare.facts_of(launch).arguments == [*zip(kinds, ours.values(), strict=True), ("p", 0), ("p", 0)]
