@@ -1,15 +1,14 @@
 """Rotate the Q and K of a decode step and write K and V into a paged KV cache, in one Triton launch."""
 
 from . import reference
-from ._version import __version__
-from .api import rope_append_decode
+from .api.functions import apply_rope, rope_append_decode, rope_append_prefill
+from .api.prepared import DecodeRope
+from .api.registry import get_op
+from .append.faults import check_faults
 from .cache import CacheFull, PagedKVCache
-from .faults import check_faults
-from .prefill import rope_append_prefill
-from .prepared import DecodeRope
-from .registry import get_op
-from .rope import apply_rope
 from .tables import RopeTable
+
+__version__ = "0.1.0"
 
 __all__ = [
     "CacheFull",

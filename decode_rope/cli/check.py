@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import reference, variants
-from ..api import rope_append_decode
-from ..faults import fault_buffer
+from .. import reference
+from ..api.functions import rope_append_decode
+from ..append.faults import fault_buffer
+from ..launch.platform import INTERPRETED
 
 
 class Case(NamedTuple):
@@ -49,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not torch.cuda.is_available() and not variants.INTERPRETED:
+    if not torch.cuda.is_available() and not INTERPRETED:
         print("no GPU here: running the kernels through Triton's interpreter", flush=True)
         tokens = [] if args.tokens is None else ["--tokens", str(args.tokens)]
         env = os.environ | {"TRITON_INTERPRET": "1"}
         return subprocess.run([sys.executable, "-m", "decode_rope", "check", *tokens], env=env, check=False).returncode
-    device = torch.device("cpu" if variants.INTERPRETED else "cuda")
+    device = torch.device("cpu" if INTERPRETED else "cuda")
     num_tokens = args.tokens or (33 if device.type == "cuda" else 5)
     start, wrong = time.perf_counter(), 0
     for seed, case in enumerate(CASES):

@@ -9,8 +9,8 @@ from importlib import metadata
 
 import torch
 
-from .. import driver, variants
-from .._version import __version__
+from .. import __version__
+from ..launch import book, driver, platform as paths
 
 _OPTIONAL = ("flashinfer-python", "transformers", "gguf", "hypothesis", "pytest", "numpy")
 
@@ -41,7 +41,7 @@ def collect() -> dict:
         "hip": torch.version.hip or "none",
         "driver": _driver_version(),
         "devices": _devices() or ["none"],
-        "tensors on the CPU": "kernels, through Triton's interpreter" if variants.INTERPRETED else "PyTorch reference",
+        "tensors on the CPU": "kernels, through Triton's interpreter" if paths.INTERPRETED else "PyTorch reference",
         "tensors on the GPU": _gpu_path(),
         "programmatic dependent launch": _pdl(),
         "guards": "torch's TensorGuards" if _tensor_guards() else "plain Python",
@@ -75,18 +75,16 @@ def _driver_version() -> str:
 def _gpu_path() -> str:
     if not torch.cuda.is_available():
         return "none, for there is no GPU"
-    if variants.INTERPRETED:
+    if paths.INTERPRETED:
         return "kernels, through Triton's interpreter"
-    return "kernels, launched through the driver" if variants.DIRECT else "kernels, launched through kernel[grid]"
+    return "kernels, launched through the driver" if paths.DIRECT else "kernels, launched through kernel[grid]"
 
 
 def _pdl() -> str:
     if not torch.cuda.is_available():
         return "no, for there is no GPU"
-    return "yes" if variants.pdl_supported(torch.device("cuda", torch.cuda.current_device())) else "no"
+    return "yes" if paths.pdl_supported(torch.device("cuda", torch.cuda.current_device())) else "no"
 
 
 def _tensor_guards() -> bool:
-    from .. import dispatch
-
-    return dispatch.TensorGuards is not None
+    return book.TensorGuards is not None

@@ -1,1 +1,1 @@
-"""Triton kernels. Nothing here imports torch; launching them is `prepared`'s job."""
+"""Triton kernels. They import triton alone; `decode_rope.launch` chooses their compile-time facts and launches them."""

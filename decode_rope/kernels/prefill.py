@@ -11,52 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .plain import STREAM, load_angles, load_heads, past_table, rotate_heads, store_heads
-from .rotation import POSITION, locate, report_faults, row_pointers, store_pairs, store_span, tile_rows
-
-POINTERS = (
-    "q_ptr",
-    "k_ptr",
-    "v_ptr",
-    "q_out_ptr",
-    "k_out_ptr",
-    "k_cache_ptr",
-    "v_cache_ptr",
-    "cos_sin_ptr",
-    "positions_ptr",
-    "cache_positions_ptr",
-    "index_ptr",
-    "cu_seqlens_ptr",
-    "axis_map_ptr",
-    "faults_ptr",
-)
-# Strides are in elements; `index_len` is the block table's width, or the number of slots.
-INTEGERS = (
-    "index_len",
-    "stride_index",
-    "num_tokens",
-    "max_position",
-    "num_pages",
-    "tokens_per_request",
-    "num_requests",
-    "stride_axis",
-    "stride_q_t",
-    "stride_q_h",
-    "stride_k_t",
-    "stride_k_h",
-    "stride_v_t",
-    "stride_v_h",
-    "stride_qo_t",
-    "stride_qo_h",
-    "stride_ko_t",
-    "stride_ko_h",
-    "stride_kc_p",
-    "stride_kc_t",
-    "stride_kc_h",
-    "stride_vc_p",
-    "stride_vc_t",
-    "stride_vc_h",
-)
+from .heads import STREAM, load_angles, load_heads, past_table, rotate_heads, store_heads
+from .rotation import POSITION, kernel, locate, report_faults, row_pointers, store_pairs, store_span, tile_rows
 
 
 @triton.jit
@@ -87,18 +43,17 @@ def _sequence_of(cu_seqlens_ptr, token, num_requests):
 
 @triton.jit
 def _slots(
-    request, token, pos, bad, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, BT: tl.constexpr,
+    request, token, pos, bad, where, num_tokens, PAGED: tl.constexpr, PAGE: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr,
+    BT: tl.constexpr,
 ):  # fmt: skip
-    """(page, offset in page, may be written, fault kind, offending value) of each token."""
+    """(page, offset in page, may be written, fault kind, offending value) of each token. `where` is as in `locate`."""
+    cache_positions_ptr, index_ptr, index_len, stride_index, num_pages = where
     table_ptr = index_ptr
     if PAGED:
         # `locate` steps from row to row with the token; start it where that lands on the token's request.
         table_ptr = index_ptr + (request - token) * stride_index
-    page, offset, writes, kind, value = locate(
-        token, pos, cache_positions_ptr, table_ptr, index_len, stride_index, num_tokens, num_pages, 0,
-        False, PAGED, PAGE, 1, OWN_CACHE_POSITIONS, BT,
-    )  # fmt: skip
+    where = (cache_positions_ptr, table_ptr, index_len, stride_index, num_pages)
+    page, offset, writes, kind, value = locate(token, pos, where, num_tokens, 0, False, PAGED, PAGE, 1, OWN_CACHE_POSITIONS, BT)
     kind = tl.where(bad >= 0, POSITION, kind)
     value = tl.where(bad >= 0, bad, value)
     return page, offset, (writes > 0) & (bad < 0), kind, value
@@ -106,8 +61,7 @@ def _slots(
 
 @triton.jit
 def _store_rows(
-    request, block, group, pairs, tails, pos, bad, cache_ptr, cache_positions_ptr, index_ptr, faults_ptr,
-    index_len, stride_index, num_tokens, num_pages, stride_p, stride_t, stride_h,
+    request, block, group, pairs, tails, pos, bad, cache, where, faults_ptr, num_tokens,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     OWN_CACHE_POSITIONS: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
@@ -116,9 +70,9 @@ def _store_rows(
     row)."""
     token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
     page, offset, writes, kind, value = _slots(
-        request, token, pos, bad, cache_positions_ptr, index_ptr, index_len, stride_index, num_tokens, num_pages,
-        PAGED, PAGE, OWN_CACHE_POSITIONS, BT,
-    )  # fmt: skip
+        request, token, pos, bad, where, num_tokens, PAGED, PAGE, OWN_CACHE_POSITIONS, BT
+    )
+    cache_ptr, stride_p, stride_t, stride_h = cache
     slot = page * stride_p + offset * stride_t
     for i in tl.static_range(LOOP):
         token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
@@ -134,9 +88,7 @@ def _store_rows(
 
 @triton.jit
 def _store(
-    block, group, pairs, tails, pos, bad, cache_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, faults_ptr,
-    index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests,
-    stride_p, stride_t, stride_h,
+    block, group, pairs, tails, pos, bad, cache, where, cu_seqlens_ptr, faults_ptr, num_tokens, tokens_per_request, num_requests,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
@@ -153,9 +105,8 @@ def _store(
             begins, ends = _bounds(cu_seqlens_ptr, request, num_requests)
             inside = (token >= begins) & (token >= cursor) & (token < ends)
             _store_rows(
-                request, block, group, pairs, tails, tl.where(inside, pos, -1), tl.where(inside, bad, -1), cache_ptr,
-                cache_positions_ptr, index_ptr, faults_ptr,
-                index_len, stride_index, num_tokens, num_pages, stride_p, stride_t, stride_h,
+                request, block, group, pairs, tails, tl.where(inside, pos, -1), tl.where(inside, bad, -1), cache, where,
+                faults_ptr, num_tokens,
                 H, D, R, NEOX, PAGED, PAGE, OWN_CACHE_POSITIONS, REPORT, ALIGN, BT, BH, LOOP, WHOLE,
             )  # fmt: skip
             cursor = tl.maximum(ends, cursor + 1)
@@ -165,8 +116,7 @@ def _store(
             # Fewer than 2^28 tokens: divide in 32 bits, for 64 take a call.
             request = (token.to(tl.int32) // tl.minimum(tokens_per_request, 1 << 28).to(tl.int32)).to(tl.int64)
         _store_rows(
-            request, block, group, pairs, tails, pos, bad, cache_ptr, cache_positions_ptr, index_ptr, faults_ptr,
-            index_len, stride_index, num_tokens, num_pages, stride_p, stride_t, stride_h,
+            request, block, group, pairs, tails, pos, bad, cache, where, faults_ptr, num_tokens,
             H, D, R, NEOX, PAGED, PAGE, OWN_CACHE_POSITIONS, REPORT, ALIGN, BT, BH, LOOP, WHOLE,
         )  # fmt: skip
 
@@ -182,16 +132,20 @@ def _bounds(cu_seqlens_ptr, request, num_requests):
 
 @triton.jit
 def _rotate_tile(
-    block, group, q_ptr, q_out_ptr, cos_sin_ptr, positions_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr,
-    num_tokens, max_position, num_requests, stride_axis, stride_q_t, stride_q_h, stride_qo_t, stride_qo_h,
+    block, group, rows, out, cos_sin_ptr, positions, cu_seqlens_ptr, faults_ptr, num_tokens, max_position, num_requests,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, RAGGED: tl.constexpr,
     OUT: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr, SOFT: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    """Rows of Q, or of K without a cache. `rows`, `out`: (pointer, stride of tokens, stride of heads); `positions`: (pointer, stride
+    of axes, axis map)."""
+    positions_ptr, stride_axis, axis_map_ptr = positions
+    src_ptr, stride_t, stride_h = rows
+    out_ptr, stride_out_t, stride_out_h = out
     token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
     TAIL: tl.constexpr = OUT and R < D
     pairs, tails = load_heads(
-        q_ptr, token * stride_q_t, stride_q_h, block, group, num_tokens, H, D, R, NEOX, TAIL, ALIGN, BT, BH, LOOP, WHOLE
+        src_ptr, token * stride_t, stride_h, block, group, num_tokens, H, D, R, NEOX, TAIL, ALIGN, BT, BH, LOOP, WHOLE
     )
     turned = pairs
     turn = ok
@@ -202,30 +156,30 @@ def _rotate_tile(
             cos_sin_ptr, positions_ptr, token, valid, pos, head, stride_axis, axis_map_ptr, max_position,
             R, AXES, ALIGN_TABLE, BT,
         )  # fmt: skip
-        turned = rotate_heads(pairs, c, s, q_out_ptr.dtype.element_ty, LOOP, SOFT)
+        turned = rotate_heads(pairs, c, s, out_ptr.dtype.element_ty, LOOP)
         turn = (pos >= 0) & (bad < 0)
         if REPORT:
             report_faults(faults_ptr, token, tl.where(bad >= 0, POSITION, 0), bad, group, head, BT)
     store_heads(
-        q_out_ptr, token * stride_qo_t, stride_qo_h, turned, turn, pairs, tails, block, group, num_tokens,
+        out_ptr, token * stride_out_t, stride_out_h, turned, turn, pairs, tails, block, group, num_tokens,
         H, D, R, NEOX, OUT, TAIL, ALIGN, BT, BH, LOOP, WHOLE,
     )  # fmt: skip
 
 
 @triton.jit
 def _k_tile(
-    block, group, k_ptr, k_out_ptr, k_cache_ptr, cos_sin_ptr, positions_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr,
-    axis_map_ptr, faults_ptr, index_len, stride_index, num_tokens, max_position, num_pages, tokens_per_request,
-    num_requests, stride_axis,
-    stride_k_t, stride_k_h, stride_ko_t, stride_ko_h, stride_kc_p, stride_kc_t, stride_kc_h,
+    block, group, k, k_out, k_cache, cos_sin_ptr, positions, where, cu_seqlens_ptr, faults_ptr,
+    num_tokens, max_position, tokens_per_request, num_requests,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr,
     PAGE: tl.constexpr, RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, K_OUT: tl.constexpr,
-    ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
-    WHOLE: tl.constexpr, SOFT: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr, ALIGN_TABLE: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    positions_ptr, stride_axis, axis_map_ptr = positions
+    k_ptr, stride_t, stride_h = k
     token, head, _ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
     pairs, tails = load_heads(
-        k_ptr, token * stride_k_t, stride_k_h, block, group, num_tokens, H, D, R, NEOX, R < D, ALIGN, BT, BH, LOOP, WHOLE
+        k_ptr, token * stride_t, stride_h, block, group, num_tokens, H, D, R, NEOX, R < D, ALIGN, BT, BH, LOOP, WHOLE
     )
     pos, valid = _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requests, RAGGED)
     bad = past_table(positions_ptr, token, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
@@ -235,45 +189,43 @@ def _k_tile(
             cos_sin_ptr, positions_ptr, token, valid, pos, head, stride_axis, axis_map_ptr, max_position,
             R, AXES, ALIGN_TABLE, BT,
         )  # fmt: skip
-        turned = rotate_heads(pairs, c, s, k_cache_ptr.dtype.element_ty, LOOP, SOFT)
+        turned = rotate_heads(pairs, c, s, k_ptr.dtype.element_ty, LOOP)
     if K_OUT:
+        out_ptr, stride_out_t, stride_out_h = k_out
         store_heads(
-            k_out_ptr, token * stride_ko_t, stride_ko_h, turned, (pos >= 0) & (bad < 0), pairs, tails, block, group, num_tokens,
+            out_ptr, token * stride_out_t, stride_out_h, turned, (pos >= 0) & (bad < 0), pairs, tails, block, group, num_tokens,
             H, D, R, NEOX, True, R < D, ALIGN, BT, BH, LOOP, WHOLE,
         )  # fmt: skip
     _store(
-        block, group, turned, tails, pos, bad, k_cache_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, faults_ptr,
-        index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests,
-        stride_kc_p, stride_kc_t, stride_kc_h,
-        H, D, R, NEOX, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, True, ALIGN, BT, BH, LOOP, WHOLE,
+        block, group, turned, tails, pos, bad, k_cache, where, cu_seqlens_ptr, faults_ptr,
+        num_tokens, tokens_per_request, num_requests,
+        H, D, R, NEOX, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, True, ALIGN_CACHE, BT, BH, LOOP, WHOLE,
     )  # fmt: skip
 
 
 @triton.jit
 def _v_tile(
-    block, group, v_ptr, v_cache_ptr, positions_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr,
-    index_len, stride_index, num_tokens, max_position, num_pages, tokens_per_request, num_requests, stride_axis,
-    stride_v_t, stride_v_h, stride_vc_p, stride_vc_t, stride_vc_h,
+    block, group, v, v_cache, positions, where, cu_seqlens_ptr, faults_ptr,
+    num_tokens, max_position, tokens_per_request, num_requests,
     H: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr,
-    ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
+    positions_ptr, stride_axis, axis_map_ptr = positions
+    v_ptr, stride_t, stride_h = v
     token, _head, _ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
-    pairs, rows = load_heads(
-        v_ptr, token * stride_v_t, stride_v_h, block, group, num_tokens, H, DV, 0, True, True, ALIGN, BT, BH, LOOP
-    )
+    pairs, rows = load_heads(v_ptr, token * stride_t, stride_h, block, group, num_tokens, H, DV, 0, True, True, ALIGN, BT, BH, LOOP)
     pos, valid = _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requests, RAGGED)
     bad = past_table(positions_ptr, token, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
     _store(
-        block, group, pairs, rows, pos, bad, v_cache_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, faults_ptr,
-        index_len, stride_index, num_tokens, num_pages, tokens_per_request, num_requests,
-        stride_vc_p, stride_vc_t, stride_vc_h,
-        H, DV, 0, True, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, False, ALIGN, BT, BH, LOOP, False,
+        block, group, pairs, rows, pos, bad, v_cache, where, cu_seqlens_ptr, faults_ptr,
+        num_tokens, tokens_per_request, num_requests,
+        H, DV, 0, True, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, False, ALIGN_CACHE, BT, BH, LOOP, False,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*POINTERS, *INTEGERS])
-def prefill_kernel(
+@kernel
+def rope_append_prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -288,7 +240,7 @@ def prefill_kernel(
     cu_seqlens_ptr,
     axis_map_ptr,
     faults_ptr,
-    index_len: tl.int64,
+    index_len: tl.int64,  # the block table's width, or the number of slots
     stride_index: tl.int64,
     num_tokens: tl.int64,
     max_position: tl.int64,
@@ -296,7 +248,7 @@ def prefill_kernel(
     tokens_per_request: tl.int64,
     num_requests: tl.int64,
     stride_axis: tl.int64,  # from one axis of positions to the next
-    stride_q_t: tl.int64,
+    stride_q_t: tl.int64,  # strides are in elements
     stride_q_h: tl.int64,
     stride_k_t: tl.int64,
     stride_k_h: tl.int64,
@@ -326,7 +278,8 @@ def prefill_kernel(
     OWN_CACHE_POSITIONS: tl.constexpr,
     Q_OUT: tl.constexpr,  # Q goes to its own tensor, so its unrotated tail is copied too
     K_OUT: tl.constexpr,
-    ALIGN: tl.constexpr,  # bytes every row of q, k, v, outputs and caches is aligned to
+    ALIGN: tl.constexpr,  # bytes every row of q, k, v and the outputs is aligned to
+    ALIGN_CACHE: tl.constexpr,  # the same of the caches
     ALIGN_TABLE: tl.constexpr,
     BTQ: tl.constexpr,
     BHQ: tl.constexpr,
@@ -336,7 +289,6 @@ def prefill_kernel(
     LOOPK: tl.constexpr,
     WHOLE: tl.constexpr,  # NeoX rows are read and written in one piece
     PDL: tl.constexpr,
-    SOFT: tl.constexpr,  # integer rounding to bf16, for the interpreter
 ):
     # As in the decode kernel: a dependent kernel waits for our completion before it reads.
     if PDL:
@@ -352,35 +304,35 @@ def prefill_kernel(
     pid = tl.program_id(0)
     stretch = (pid // (Q_TILES + K_TILES + V_TILES)).to(tl.int64)
     tile = pid % (Q_TILES + K_TILES + V_TILES)
+    positions = (positions_ptr, stride_axis, axis_map_ptr)
+    where = (cache_positions_ptr, index_ptr, index_len, stride_index, num_pages)
+    k = (k_ptr, stride_k_t, stride_k_h)
+    k_out = (k_out_ptr, stride_ko_t, stride_ko_h)
     if HKV == 0 or tile < Q_TILES:
         _rotate_tile(
-            stretch * (STRETCH // BTQ) + tile // NQ, tile % NQ, q_ptr, q_out_ptr, cos_sin_ptr, positions_ptr, cu_seqlens_ptr,
-            axis_map_ptr, faults_ptr, num_tokens, max_position, num_requests, stride_axis,
-            stride_q_t, stride_q_h, stride_qo_t, stride_qo_h,
-            HQ, D, R, NEOX, AXES, RAGGED, Q_OUT, HKV == 0, ALIGN, ALIGN_TABLE, BTQ, BHQ, LOOPQ, WHOLE, SOFT,
+            stretch * (STRETCH // BTQ) + tile // NQ, tile % NQ, (q_ptr, stride_q_t, stride_q_h), (q_out_ptr, stride_qo_t, stride_qo_h),
+            cos_sin_ptr, positions, cu_seqlens_ptr, faults_ptr, num_tokens, max_position, num_requests,
+            HQ, D, R, NEOX, AXES, RAGGED, Q_OUT, HKV == 0, ALIGN, ALIGN_TABLE, BTQ, BHQ, LOOPQ, WHOLE,
         )  # fmt: skip
     elif not CACHE:
         _rotate_tile(
-            stretch * (STRETCH // BTK) + (tile - Q_TILES) // NK, (tile - Q_TILES) % NK, k_ptr, k_out_ptr, cos_sin_ptr,
-            positions_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr, num_tokens, max_position, num_requests, stride_axis,
-            stride_k_t, stride_k_h, stride_ko_t, stride_ko_h,
-            HKV, D, R, NEOX, AXES, RAGGED, True, True, ALIGN, ALIGN_TABLE, BTK, BHK, LOOPK, WHOLE, SOFT,
+            stretch * (STRETCH // BTK) + (tile - Q_TILES) // NK, (tile - Q_TILES) % NK, k, k_out,
+            cos_sin_ptr, positions, cu_seqlens_ptr, faults_ptr, num_tokens, max_position, num_requests,
+            HKV, D, R, NEOX, AXES, RAGGED, True, True, ALIGN, ALIGN_TABLE, BTK, BHK, LOOPK, WHOLE,
         )  # fmt: skip
     elif tile < Q_TILES + K_TILES:
         _k_tile(
-            stretch * (STRETCH // BTK) + (tile - Q_TILES) // NK, (tile - Q_TILES) % NK, k_ptr, k_out_ptr, k_cache_ptr,
-            cos_sin_ptr, positions_ptr, cache_positions_ptr, index_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr,
-            index_len, stride_index, num_tokens, max_position, num_pages, tokens_per_request, num_requests,
-            stride_axis, stride_k_t, stride_k_h, stride_ko_t, stride_ko_h, stride_kc_p, stride_kc_t, stride_kc_h,
-            HKV, D, R, NEOX, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, K_OUT, ALIGN, ALIGN_TABLE, BTK, BHK, LOOPK,
-            WHOLE, SOFT,
+            stretch * (STRETCH // BTK) + (tile - Q_TILES) // NK, (tile - Q_TILES) % NK, k, k_out,
+            (k_cache_ptr, stride_kc_p, stride_kc_t, stride_kc_h), cos_sin_ptr, positions, where, cu_seqlens_ptr, faults_ptr,
+            num_tokens, max_position, tokens_per_request, num_requests,
+            HKV, D, R, NEOX, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, K_OUT,
+            ALIGN, ALIGN_CACHE, ALIGN_TABLE, BTK, BHK, LOOPK, WHOLE,
         )  # fmt: skip
     else:
         tile -= Q_TILES + K_TILES
         _v_tile(
-            stretch * (STRETCH // BTK) + tile // NK, tile % NK, v_ptr, v_cache_ptr, positions_ptr, cache_positions_ptr,
-            index_ptr, cu_seqlens_ptr, axis_map_ptr, faults_ptr, index_len, stride_index, num_tokens, max_position, num_pages,
-            tokens_per_request, num_requests, stride_axis,
-            stride_v_t, stride_v_h, stride_vc_p, stride_vc_t, stride_vc_h,
-            HKV, DV, R, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, ALIGN, BTK, BHK, LOOPK,
+            stretch * (STRETCH // BTK) + tile // NK, tile % NK, (v_ptr, stride_v_t, stride_v_h),
+            (v_cache_ptr, stride_vc_p, stride_vc_t, stride_vc_h), positions, where, cu_seqlens_ptr, faults_ptr,
+            num_tokens, max_position, tokens_per_request, num_requests,
+            HKV, DV, R, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, ALIGN, ALIGN_CACHE, BTK, BHK, LOOPK,
         )  # fmt: skip

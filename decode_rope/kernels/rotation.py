@@ -6,6 +6,8 @@ otherwise they are `[ROWS, 1]` blocks. Offsets are 64-bit; only numbers of tiles
 multiplied by a stride.
 """
 
+import inspect
+
 import triton
 import triton.language as tl
 
@@ -14,8 +16,16 @@ POSITION = tl.constexpr(1)
 COLUMN = tl.constexpr(2)
 PAGE_ID = tl.constexpr(3)
 SLOT = tl.constexpr(4)
+# Under the interpreter, rounding to bf16 is done in integers, because the interpreter truncates.
+SOFT = tl.constexpr(bool(triton.knobs.runtime.interpret))
 # Triton's eviction policy of most loads; as a default, Triton 3.6 takes no plain string.
 NORMAL = tl.constexpr("")
+
+
+def kernel(function):
+    """`triton.jit` for a kernel whose run-time parameters are never specialised: Triton then compiles it for their types alone."""
+    parameters = inspect.signature(function).parameters.values()
+    return triton.jit(do_not_specialize=[p.name for p in parameters if p.annotation is not tl.constexpr])(function)
 
 
 @triton.constexpr_function
@@ -83,9 +93,11 @@ def row_pointers(ptr, offset, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def round_to(x, dtype: tl.constexpr, SOFT: tl.constexpr):
-    """fp32 to `dtype`, to nearest even. SOFT does it in integers, because the interpreter truncates fp32 to bf16."""
-    if SOFT and dtype == tl.bfloat16:
+def round_to(x, dtype: tl.constexpr):
+    """`x`, which is fp32 or of `dtype` already, to `dtype`: to nearest even."""
+    if x.dtype == dtype:
+        return x
+    elif SOFT and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         quiet_nan = (bits >> 16) | 0x40
@@ -133,6 +145,9 @@ def load_pairs(
 def store_pairs(
     row_ptr, row_ok, y1, y2, R: tl.constexpr, NEOX: tl.constexpr, STREAM: tl.constexpr = False, WHOLE: tl.constexpr = False
 ):  # fmt: skip
+    """Pairs in fp32, or of the row's dtype already, to the places that `load_pairs` reads; rounded once."""
+    y1 = round_to(y1, row_ptr.dtype.element_ty)
+    y2 = round_to(y2, row_ptr.dtype.element_ty)
     MODIFIER: tl.constexpr = ".cs" if STREAM else ""
     HALF: tl.constexpr = R // 2
     P: tl.constexpr = power_of_two(HALF)
@@ -204,11 +219,11 @@ def turns(pos, max_position, head):
 
 
 @triton.jit
-def rotate_pairs(x1, x2, c, s, dtype: tl.constexpr, SOFT: tl.constexpr):
-    """(x1·c − x2·s, x2·c + x1·s) in fp32, each rounded once."""
+def rotate_pairs(x1, x2, c, s, dtype: tl.constexpr):
+    """(x1·c − x2·s, x2·c + x1·s) in fp32, each rounded to `dtype` once."""
     a = widen(x1)
     b = widen(x2)
-    return round_to(a * c - b * s, dtype, SOFT), round_to(b * c + a * s, dtype, SOFT)
+    return round_to(a * c - b * s, dtype), round_to(b * c + a * s, dtype)
 
 
 @triton.jit
@@ -244,27 +259,16 @@ def load_per_token(ptr, token, num_tokens, BT: tl.constexpr, EVICT: tl.constexpr
 
 @triton.jit
 def locate(
-    token,
-    pos,
-    cache_positions_ptr,
-    index_ptr,
-    index_len,
-    stride_index,
-    num_tokens,
-    num_pages,
-    max_position,
-    ROTARY: tl.constexpr,
-    PAGED: tl.constexpr,
-    PAGE: tl.constexpr,
-    TOKENS_PER_REQUEST: tl.constexpr,
-    OWN_CACHE_POSITIONS: tl.constexpr,
-    BT: tl.constexpr,
-    EVICT: tl.constexpr = NORMAL,
-):
+    token, pos, where, num_tokens, max_position,
+    ROTARY: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TOKENS_PER_REQUEST: tl.constexpr,
+    OWN_CACHE_POSITIONS: tl.constexpr, BT: tl.constexpr, EVICT: tl.constexpr = NORMAL,
+):  # fmt: skip
     """Where a token's K and V go: (page, offset in page, may be written, fault kind, offending value).
 
-    Reads nothing outside the index tensors whatever they hold; a fault kind of 0 is no fault.
+    `where` is (cache positions, block table or slots, its width or their number, row stride, number of pages). Reads nothing outside
+    the index tensors whatever they hold; a fault kind of 0 is no fault.
     """
+    cache_positions_ptr, index_ptr, index_len, stride_index, num_pages = where
     if PAGED:
         p = pos
         if OWN_CACHE_POSITIONS:

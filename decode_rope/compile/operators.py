@@ -5,7 +5,6 @@ whose schema says what it writes, and which does what an eager call does: checks
 """
 
 from collections.abc import Callable, Iterable
-from operator import itemgetter
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .faults import fault_buffer
+from ..append.faults import fault_buffer
 
 # Compiled graphs must hand over the strides that were traced: of a cache in another layout, only a copy could be given.
 _TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),)
@@ -123,28 +122,32 @@ def _is_misplaced(x: Tensor, home: Tensor | None) -> bool:
     return _FORGETFUL or (x.dim() == home.dim() and x.stride() == home.stride())
 
 
-def define(name: str, arguments: str, run: Callable, order: Iterable[str], same: dict[str, str] | None = None):
+def define(name: str, arguments: str, run: Callable, fields: Iterable[str], same: dict[str, str] | None = None):
     """Register an operator that returns nothing and writes what its arguments say it writes.
 
     Args:
         name: of the operator.
         arguments: those of its schema.
-        run: what it does to real tensors.
-        order: what `run` takes, in order. None is given for what the operator does not take.
+        run: what it does to real tensors, by keyword.
+        fields: what `run` takes. None is given for what the operator does not take.
         same: arguments of `run` that are another argument of the operator.
     Returns:
         The operator, and the names of its arguments.
     """
     split = [argument.split() for argument in arguments.split(", ")]
     names = [name for _, name in split]
-    places = {name: place for place, name in enumerate(names)}
-    places |= {name: places[other] for name, other in (same or {}).items()}
-    in_order = itemgetter(*[places.get(name, len(names)) for name in order])  # None is put last
+    absent = dict.fromkeys(field for field in fields if field not in names)
+
+    def work(*values) -> None:
+        given = dict(zip(names, values, strict=True)) | absent
+        for field, other in (same or {}).items():
+            given[field] = given[other]
+        run(**given)
 
     def trace(*values) -> None:
         _trace({name: x for (kind, name), x in zip(split, values, strict=True) if "!" in kind and x is not None})
 
-    return define_as(f"{name}({arguments}) -> ()", lambda *values: run(*in_order((*values, None))), trace), names
+    return define_as(f"{name}({arguments}) -> ()", work, trace), names
 
 
 def define_as(schema: str, run: Callable, trace: Callable):

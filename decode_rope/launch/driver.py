@@ -10,6 +10,7 @@ import struct
 from functools import cache
 
 import torch
+import triton
 
 _STREAM_AT, _PARAMETERS_AT = 32, 56  # offsets in the packed buffer; CUlaunchConfig is 56 bytes
 _ATTRIBUTE_BYTES = 72
@@ -60,32 +61,55 @@ def scratch_parameters(ptx: str, given: int) -> int | None:
     return len(kinds) - given if len(kinds) >= given and set(kinds) <= _WORDS else None
 
 
-def pack(variant, grid: int, stream: int, parameters: tuple[int, ...], carveout: int = -1) -> tuple:
+def pack(function: int, options: dict, shared: int, grid: int, stream: int, parameters: tuple[int, ...], carveout: int) -> tuple:
     """The arguments of a `cuLaunchKernelEx` call, to be passed to `launch`; they are never changed, so any thread may.
 
     Args:
-        variant: a loaded `variants.Variant`.
+        function: CUfunction, as an int.
+        options: the kernel's compile options, for the number of warps and whether it is launched early (PDL).
+        shared: bytes of shared memory a program takes.
         grid: number of programs.
         stream: CUstream, as an int.
-        parameters: the kernel's parameters in order, in 64 bits each, of which the driver reads the lower half where a parameter
-            has 32; Triton's scratch pointers, last, are null: these kernels use none.
-        carveout: how much shared memory a multiprocessor should keep meanwhile, in percent of the most it can have; a hint. -1,
-            and before CUDA 12.5 always, leaves that to the driver.
+        parameters: the kernel's parameters in order, in 64 bits each; the driver reads the lower half where a parameter has 32.
+        carveout: how much shared memory a multiprocessor should keep meanwhile, in percent of the most it can have; a hint. -1
+            leaves that to the driver, and so does a driver older than CUDA 12.5.
     """
-    attributes = [(_PROGRAMMATIC_STREAM_SERIALIZATION, 1)] if variant.options.get("launch_pdl") else []
+    attributes = [(_PROGRAMMATIC_STREAM_SERIALIZATION, 1)] if options.get("launch_pdl") else []
     if carveout >= 0 and knows_carveout():
         attributes.append((_PREFERRED_SHARED_MEMORY_CARVEOUT, carveout))
-    count = len(parameters) + variant.num_scratch
+    count = len(parameters)
     attribute_at = _PARAMETERS_AT + 8 * count
     buffer = ctypes.create_string_buffer(attribute_at + _ATTRIBUTE_BYTES * len(attributes))
     base = ctypes.addressof(buffer)
-    struct.pack_into("=7I", buffer, 0, grid, 1, 1, 32 * variant.options["num_warps"], 1, 1, variant.shared)
+    struct.pack_into("=7I", buffer, 0, grid, 1, 1, 32 * options["num_warps"], 1, 1, shared)
     struct.pack_into("=QQI", buffer, _STREAM_AT, stream, base + attribute_at if attributes else 0, len(attributes))
-    struct.pack_into(f"={len(parameters)}q", buffer, _PARAMETERS_AT, *parameters)
+    struct.pack_into(f"={count}q", buffer, _PARAMETERS_AT, *parameters)
     for i, (kind, value) in enumerate(attributes):
         struct.pack_into("=IIi", buffer, attribute_at + _ATTRIBUTE_BYTES * i, kind, 0, value)
     pointers = (ctypes.c_void_p * count)(*[base + _PARAMETERS_AT + 8 * i for i in range(count)])
-    return ctypes.byref(buffer), ctypes.c_void_p(variant.function), pointers, None
+    return ctypes.byref(buffer), ctypes.c_void_p(function), pointers, None
+
+
+class Machine:
+    """What a launch asks of the machine every time: one object, so that a test can put a stand-in in its place.
+
+    Attributes:
+        cu_launch: `cuLaunchKernelEx`, which returns an error code, 0 for success; None without a driver.
+        stream: device index -> its current CUstream, as an int.
+        device: -> index of the current device.
+        hooks: a profiler that wants to see Triton's launches adds itself here. While it is not empty, launches go through Triton.
+    """
+
+    __slots__ = ("cu_launch", "device", "hooks", "stream")
+
+    def __init__(self):
+        self.cu_launch = _library().cuLaunchKernelEx if available() else None
+        self.stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self.device = getattr(torch._C, "_cuda_getDevice", None)
+        self.hooks = getattr(triton.knobs.runtime.launch_enter_hook, "calls", ())
+
+
+machine = Machine()
 
 
 def launch(packed: tuple) -> None:
@@ -94,17 +118,12 @@ def launch(packed: tuple) -> None:
     Raises:
         RuntimeError: the driver refused; its own words say why.
     """
-    code = cu_launch_kernel_ex()(*packed)
+    code = machine.cu_launch(*packed)
     if code == _INVALID_CONTEXT:  # a thread that has not touched the GPU yet
         torch.cuda.current_stream().query()
-        code = cu_launch_kernel_ex()(*packed)
+        code = machine.cu_launch(*packed)
     if code:
         raise RuntimeError(f"decode_rope: the kernel launch failed with CUDA driver error {code}, {error_string(code)}")
-
-
-def cu_launch_kernel_ex():
-    """The driver's function; returns an error code, 0 for success."""
-    return _library().cuLaunchKernelEx
 
 
 def error_string(code: int) -> str:

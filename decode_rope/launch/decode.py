@@ -1,10 +1,20 @@
-"""How many heads and tokens one program takes, how many warps it has, whether PDL pays, and how much shared memory others find: one
-small function of the sizes.
+"""The decode kernel's launch: what it is told, and how its work is divided.
 
-Results never depend on it; only time does.
+Results never depend on the geometry; only time does.
 """
 
 from typing import NamedTuple
+
+import torch
+
+from .. import reference
+from ..append.arguments import Append
+from ..append.checks import check_append
+from ..kernels.decode import rope_append_decode_kernel
+from .append import Alignment, append_facts, append_integers, num_kv_heads, reference_arguments
+from .platform import INTERPRETED, check_pdl, pdl_mode
+from .spec import Spec, Values
+from .tiles import power_of_two
 
 _VERY_FEW_ELEMENTS, _FEW_ELEMENTS = 100_000, 350_000  # of q, k and v together
 _MANY_Q_COLUMNS = 4096
@@ -40,7 +50,7 @@ class Geometry(NamedTuple):
 def check_geometry(geometry) -> None:
     """Raise a TypeError or ValueError for a geometry no kernel can be built with."""
     if not isinstance(geometry, Geometry):
-        raise TypeError(f"geometry: expected a decode_rope.geometry.Geometry, got {type(geometry).__name__}")
+        raise TypeError(f"geometry: expected a decode_rope.launch.decode.Geometry, got {type(geometry).__name__}")
     if not all(isinstance(n, int) for n in geometry):
         raise TypeError(f"geometry: expected integers, got {geometry}")
     if any(n < 1 or n & (n - 1) for n in geometry[:5]):
@@ -52,11 +62,6 @@ def check_geometry(geometry) -> None:
     for tokens, heads in (geometry[:2], geometry[2:4]):
         if tokens * heads < 2:
             raise ValueError(f"geometry: expected tiles of at least two rows, got {geometry}; set the heads to 2")
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int) -> Geometry:
@@ -85,3 +90,35 @@ def _tile(num_heads: int, rows: int, several_tokens: bool) -> tuple[int, int]:
     heads = min(power_of_two(num_heads), rows)
     tokens = rows // heads if several_tokens else 1
     return (tokens, heads) if tokens * heads >= 2 else (1, 2)
+
+
+def _values(call: Append, device: torch.device, aligned: bool) -> Values:
+    num_tokens, num_q_heads, head_dim = call.q.shape
+    geometry = call.geometry or decode_geometry(num_tokens, num_q_heads, num_kv_heads(call), head_dim)
+    pdl = pdl_mode(device, geometry.pdl, call.enable_pdl)
+    facts = {
+        **append_facts(call, Alignment(call, aligned)),
+        "TOKENS_PER_REQUEST": call.tokens_per_request,
+        "BTQ": geometry.tokens_q,
+        "BHQ": geometry.heads_q,
+        "BTK": geometry.tokens_kv,
+        "BHK": geometry.heads_kv,
+        "PDL": pdl,
+        "PREFETCH": pdl > 0 and call.metadata_ready,
+        "FENCE": not INTERPRETED and torch.version.hip is None,
+    }
+    grid = geometry.programs(num_tokens, num_q_heads, num_kv_heads(call))
+    return Values(facts, append_integers(call), grid, geometry.num_warps, geometry.carveout)
+
+
+def _check(call: Append) -> None:
+    check_append(call, prefill=False)
+    check_pdl(call.enable_pdl, call.q.device)
+
+
+def _reference(call: Append) -> None:
+    arguments = reference_arguments(call)
+    reference.rope_append_decode(**{name: value for name, value in arguments.items() if name not in ("cu_seqlens_q", "axis_map")})
+
+
+DECODE = Spec(rope_append_decode_kernel, _values, _check, _reference)

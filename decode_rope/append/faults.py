@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .reference import COLUMN, NO_RECORD, PAGE_ID, POSITION, SLOT
+from ..reference import COLUMN, NO_RECORD, PAGE_ID, POSITION, SLOT
 
 _WHAT = {
     POSITION: "position {} is past the end of cos_sin_cache",

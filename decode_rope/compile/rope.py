@@ -4,13 +4,13 @@ two that write and have none."""
 import torch
 from torch import Tensor
 
-from . import rotate as eager
-from .checks_prefill import check_out
+from ..append.checks import check_out
+from ..launch import rope as eager
 from .operators import LIBRARY, define, define_as, make_fault_record
 
-_VERSION = 1  # as in `ops.py`
-_FLAGS = "Tensor cos_sin, Tensor? positions, Tensor? axis_map, bool is_neox, bool inverse, str layout"
-_ORDER = ("x", "out", "cos_sin", "positions", "is_neox", "axis_map", "inverse", "layout")
+_VERSION = 2  # as in `append.py`
+_FLAGS = "Tensor cos_sin_cache, Tensor? positions, Tensor? axis_map, bool is_neox, bool inverse, str layout"
+_FIELDS = ("x", "out", "cos_sin_cache", "positions", "is_neox", "axis_map", "inverse", "layout")
 
 
 def _turned(x, cos_sin, positions, axis_map, is_neox, inverse, layout, report) -> Tensor:
@@ -35,15 +35,15 @@ def _gradient(ctx, grad):
     return _ROTATE(grad, *ctx.saved_tensors, is_neox, not inverse, layout, False), *[None] * 7
 
 
-def _write(*values) -> None:
-    eager.rotate(*values, report=True)
+def _write(**arguments) -> None:
+    eager.rotate(**arguments, report=True)
 
 
 _NAME = f"apply_rope_v{_VERSION}"
 _ROTATE = define_as(f"{_NAME}(Tensor x, {_FLAGS}, bool report) -> Tensor", _turned, _trace)
 torch.library.register_autograd(f"decode_rope::{_NAME}", _gradient, setup_context=_keep, lib=LIBRARY)
-_ROTATE_IN_PLACE, _ = define(f"{_NAME}_in_place", f"Tensor(a!) x, {_FLAGS}", _write, _ORDER, {"out": "x"})
-_ROTATE_OUT, _ = define(f"{_NAME}_out", f"Tensor x, Tensor(a!) out, {_FLAGS}", _write, _ORDER)
+_ROTATE_IN_PLACE, _ = define(f"{_NAME}_in_place", f"Tensor(a!) x, {_FLAGS}", _write, _FIELDS, {"out": "x"})
+_ROTATE_OUT, _ = define(f"{_NAME}_out", f"Tensor x, Tensor(a!) out, {_FLAGS}", _write, _FIELDS)
 
 
 def rotate(x, out, cos_sin, positions, is_neox, axis_map, inverse, layout) -> Tensor:

@@ -9,7 +9,7 @@ Face does.
 import torch
 from torch import Tensor
 
-from .rope import apply_rope
+from .functions import apply_rope
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POSITION_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

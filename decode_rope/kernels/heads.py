@@ -1,21 +1,16 @@
-"""The rotation alone: one tensor of `[batch, sequence, heads, head_dim]` in any order, forwards or backwards;
-and the pieces of it that the prefill kernel shares.
+"""Jitted pieces of the kernels that take several groups of heads in one program: prefill and the rotation alone.
 
-A program takes BT tokens of LOOP groups of BH heads; a token is a (batch, place in the sequence) pair. It
-issues the loads of all its heads before anything waits, and reads the angles of its tokens once for all of
-them.
+A program issues the loads of all its heads before anything waits, and reads the angles of its tokens once for all of them.
 """
 
 import triton
 import triton.language as tl
 
 from .rotation import (
-    POSITION,
     load_cos_sin,
     load_pairs,
     load_span,
     power_of_two,
-    report_faults,
     rotate_pairs,
     row_pointers,
     store_pairs,
@@ -23,24 +18,9 @@ from .rotation import (
     tile_rows,
 )
 
-POINTERS = ("x_ptr", "out_ptr", "cos_sin_ptr", "positions_ptr", "axis_map_ptr", "faults_ptr")
-# Strides are in elements.
-INTEGERS = (
-    "num_tokens",
-    "seq_len",
-    "max_position",
-    "stride_axis",
-    "stride_positions_b",
-    "stride_x_b",
-    "stride_x_s",
-    "stride_x_h",
-    "stride_out_b",
-    "stride_out_s",
-    "stride_out_h",
-)
 _PAST_ANY = tl.constexpr(2**32 - 1)
-# What comes by only once should not push anything else out of the L2 cache: loads and stores so marked are 1 to 3 % faster (H200,
-# 16,384 and 131,072 tokens); either of them alone is not.
+# What is used once should not push anything else out of the L2 cache: loads and stores so marked are 1 to 3 % faster (H200, 16,384
+# and 131,072 tokens); either of them alone is not.
 STREAM = tl.constexpr(True)
 
 
@@ -85,11 +65,11 @@ def store_heads(
 
 
 @triton.jit
-def rotate_heads(pairs, c, s, dtype: tl.constexpr, LOOP: tl.constexpr, SOFT: tl.constexpr):
-    """All pairs turned."""
+def rotate_heads(pairs, c, s, dtype: tl.constexpr, LOOP: tl.constexpr):
+    """All pairs turned, and rounded to `dtype`."""
     turned = ()
     for i in tl.static_range(LOOP):
-        turned += (rotate_pairs(pairs[i][0], pairs[i][1], c, s, dtype, SOFT),)
+        turned += (rotate_pairs(pairs[i][0], pairs[i][1], c, s, dtype),)
     return turned
 
 
@@ -150,72 +130,3 @@ def load_angles(
             c = tl.where(axis == a, ca, c)
             s = tl.where(axis == a, sa, s)
     return c, s
-
-
-@triton.jit(do_not_specialize=[*POINTERS, *INTEGERS])
-def plain_kernel(
-    x_ptr,
-    out_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    axis_map_ptr,
-    faults_ptr,
-    num_tokens: tl.int64,  # batch · seq_len, less than 2^28
-    seq_len: tl.int64,
-    max_position: tl.int64,
-    stride_axis: tl.int64,  # from one axis of positions to the next
-    stride_positions_b: tl.int64,  # 0: the batch shares them
-    stride_x_b: tl.int64,
-    stride_x_s: tl.int64,
-    stride_x_h: tl.int64,
-    stride_out_b: tl.int64,
-    stride_out_s: tl.int64,
-    stride_out_h: tl.int64,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    NEOX: tl.constexpr,
-    AXES: tl.constexpr,  # rows of positions; 0: one, and no axis map
-    POSITIONS: tl.constexpr,  # false: a token's position is its place in the sequence
-    OUT: tl.constexpr,  # the result goes to its own tensor, so the unrotated tail is copied too
-    INVERSE: tl.constexpr,
-    REPORT: tl.constexpr,  # count positions past the table
-    ALIGN: tl.constexpr,  # bytes every row of x and out is aligned to
-    ALIGN_TABLE: tl.constexpr,
-    BT: tl.constexpr,
-    BH: tl.constexpr,
-    LOOP: tl.constexpr,
-    SOFT: tl.constexpr,  # integer rounding to bf16, for the interpreter
-):
-    GROUPS: tl.constexpr = (H + BH * LOOP - 1) // (BH * LOOP)
-    TAIL: tl.constexpr = OUT and R < D
-    pid = tl.program_id(0)
-    block = (pid // GROUPS).to(tl.int64)
-    group = pid % GROUPS
-    token, head, _ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
-    # Fewer than 2^28 tokens: divide in 32 bits.
-    b = (token.to(tl.int32) // seq_len.to(tl.int32)).to(tl.int64)
-    place = token - b * seq_len
-    pairs, tails = load_heads(
-        x_ptr, b * stride_x_b + place * stride_x_s, stride_x_h, block, group, num_tokens,
-        H, D, R, NEOX, TAIL, ALIGN, BT, BH, LOOP,
-    )  # fmt: skip
-    valid = token < num_tokens
-    at = b * stride_positions_b + place
-    pos = place
-    bad = place * 0 - 1
-    if POSITIONS:
-        pos = tl.load(positions_ptr + at, mask=valid, other=-1).to(tl.int64)
-        bad = past_table(positions_ptr, at, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
-    c, s = load_angles(
-        cos_sin_ptr, positions_ptr, at, valid, pos, head, stride_axis, axis_map_ptr, max_position, R, AXES, ALIGN_TABLE, BT
-    )
-    if INVERSE:
-        s = -s
-    turned = rotate_heads(pairs, c, s, out_ptr.dtype.element_ty, LOOP, SOFT)
-    store_heads(
-        out_ptr, b * stride_out_b + place * stride_out_s, stride_out_h, turned, (pos >= 0) & (bad < 0), pairs, tails,
-        block, group, num_tokens, H, D, R, NEOX, OUT, TAIL, ALIGN, BT, BH, LOOP,
-    )  # fmt: skip
-    if REPORT and POSITIONS:
-        report_faults(faults_ptr, token, tl.where(bad >= 0, POSITION, 0), bad, group, head, BT)

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .arguments import CACHE, ROW, Append
+
 KV_LAYOUTS = ("NHD", "HND")
 
 
@@ -28,30 +30,33 @@ def cache_view(cache: Tensor, kv_layout: str) -> CacheView:
     return CacheView(shape[0], shape[offset], shape[head], shape[3], stride[0], stride[offset], stride[head])
 
 
-def steps(rows, caches, kv_layout: str) -> list[tuple[int, int]]:
-    """(stride in elements, size) of every dimension that a kernel steps along: tokens and heads of each of `rows`, then pages,
-    offsets and heads of each of `caches`; (0, 0) for those of a tensor that is None."""
-    found = []
-    for x in rows:
-        found += [(0, 0)] * 2 if x is None else zip(x.stride()[:2], x.shape[:2], strict=True)
-    for cache in caches:
-        if cache is None:
-            found += [(0, 0)] * 3
-            continue
-        view = cache_view(cache, kv_layout)
-        found += [
-            (view.stride_page, view.num_pages),
-            (view.stride_offset, view.page_size),
-            (view.stride_head, view.num_heads),
-        ]
+def append_steps(call: Append) -> dict[str, tuple[int, int]]:
+    """(stride in elements, size) of every dimension that a kernel steps along, by the name of the stride: tokens and heads of rows,
+    pages, offsets and heads of caches. Zeros for a cache that is not written; a row that is None has the steps of its stand-in."""
+    found = {}
+    for name, role in call.ROLES.items():
+        x = getattr(call, name)
+        if role.kind == ROW:
+            x = getattr(call, role.stand_in) if x is None else x
+            found |= _named(role.short, "th", x.stride(), x.shape)
+        elif role.kind == CACHE and not call.writes_cache:
+            found |= _named(role.short, "pth", (0, 0, 0), (0, 0, 0))
+        elif role.kind == CACHE:
+            view = cache_view(x, call.kv_layout)
+            strides = (view.stride_page, view.stride_offset, view.stride_head)
+            found |= _named(role.short, "pth", strides, (view.num_pages, view.page_size, view.num_heads))
     return found
 
 
-def index_shape(index: Tensor | None, paged: bool) -> tuple[int, int]:
-    """(number of columns, row stride) of a block table; (number of slots, 0) of a slot mapping; zeros for None."""
-    if index is None:
-        return 0, 0
-    return (index.shape[1], index.stride(0)) if paged else (index.shape[0], 0)
+def _named(short: str, letters: str, strides, sizes) -> dict[str, tuple[int, int]]:
+    return {f"stride_{short}_{letter}": (strides[i], sizes[i]) for i, letter in enumerate(letters)}
+
+
+def index_shape(call: Append) -> tuple[int, int]:
+    """(number of columns, row stride) of a block table; (number of slots, 0) of a slot mapping; zeros without either."""
+    if call.slot_mapping is not None:
+        return call.slot_mapping.shape[0], 0
+    return (0, 0) if call.block_table is None else (call.block_table.shape[1], call.block_table.stride(0))
 
 
 def lowest_bit(n: int) -> int:
@@ -103,5 +108,5 @@ def _meet(delta: int, dims: list[tuple[int, int, int]]) -> bool:
     if not dims:
         return delta == 0
     (stride, n, m), *inner = dims
-    steps = delta // stride, delta // stride + 1
-    return any(1 - m <= c <= n - 1 and _meet(delta - c * stride, inner) for c in steps)
+    nearest = delta // stride, delta // stride + 1
+    return any(1 - m <= c <= n - 1 and _meet(delta - c * stride, inner) for c in nearest)

@@ -1,0 +1,301 @@
+"""`DecodeRope`: a decode step's launches with the static facts checked once, compiled ahead, and bound to buffers."""
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..append.arguments import INDEX, ROW, Append, of_table, resolved
+from ..append.layout import cache_view
+from ..append.rules import check_integer, check_table
+from ..compile import append as operators
+from ..launch import driver, platform
+from ..launch.book import Book
+from ..launch.decode import DECODE, Geometry, check_geometry, decode_geometry
+from ..launch.driver import machine
+from ..launch.plan import Plan, addresses_of
+from ..launch.platform import INTERPRETED, check_pdl
+
+_ADDRESSING = ("block_table", "slot_mapping")
+
+
+class DecodeRope:
+    """`rope_append_decode` for one attention shape: what cannot change is said here, once, and everything it may launch can be
+    compiled before a CUDA graph is captured.
+
+    Args:
+        cos_sin_cache: fp32 `[max_position, R]`, a `RopeTable`, or None (NoPE), as for `rope_append_decode`; on `device`.
+        num_q_heads, num_kv_heads, head_dim: heads of q, of k and v (0: rotate q only), and elements of a head of q and k.
+        v_head_dim: elements of a head of v; head_dim if None.
+        page_size: tokens a page; 1 for flat `[slots, Hkv, D]` caches.
+        kv_layout, is_neox, tokens_per_request, enable_pdl: as for `rope_append_decode`.
+        dtype: of q, k, v and the caches.
+        device: a CUDA device, or "cpu" for the reference; None: the current CUDA device.
+        addressing: "block_table" or "slot_mapping", whichever calls will give.
+        positions_dtype, index_dtype: torch.int32 or torch.int64; index_dtype None: int32 for a block table, int64 for slots.
+        q_out, k_out, cache_positions: whether calls will give these.
+        metadata_ready: promise that no kernel still in flight writes positions, the block table or slots, cache_positions or the
+            rotary table when a launch begins, so they may be read before the PDL wait (0.15-0.3 µs on an H200). True of memory
+            written by a copy before the graph started, or by any kernel launched without the PDL attribute with another such
+            kernel between it and this launch; false of a chain of early-triggering PDL kernels from their writer to this launch.
+        geometry: a `Geometry` in place of the measured choice; changes time, never results.
+    Raises:
+        TypeError, ValueError: a fact is at fault; it is named.
+    """
+
+    def __init__(
+        self,
+        cos_sin_cache,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        kv_layout: str = "NHD",
+        dtype: torch.dtype = torch.bfloat16,
+        v_head_dim: int | None = None,
+        is_neox: bool = True,
+        tokens_per_request: int = 1,
+        device: torch.device | str | None = None,
+        addressing: str = "block_table",
+        positions_dtype: torch.dtype = torch.int64,
+        index_dtype: torch.dtype | None = None,
+        q_out: bool = False,
+        k_out: bool = False,
+        cache_positions: bool = False,
+        enable_pdl: bool | None = None,
+        metadata_ready: bool = False,
+        geometry: Geometry | None = None,
+    ):
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        _check_addressing(addressing)
+        index_dtype = index_dtype or (torch.int32 if addressing == "block_table" else torch.int64)
+        sizes = {"num_q_heads": num_q_heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "page_size": page_size}
+        for name, number, least in [*((name, n, 1) for name, n in sizes.items()), ("num_kv_heads", num_kv_heads, 0)]:
+            check_integer(name, number, least)
+        for name, choice in (("dtype", dtype), ("positions_dtype", positions_dtype), ("index_dtype", index_dtype)):
+            if not isinstance(choice, torch.dtype):
+                raise TypeError(f"{name}: expected a torch.dtype, got {choice!r}")
+        if num_kv_heads == 0 and (k_out or cache_positions):
+            raise ValueError("k_out, cache_positions: expected False with num_kv_heads=0, which has no k and no cache")
+        if geometry is not None:
+            check_geometry(geometry)
+        self.device = _device(device)
+        self.cos_sin, is_neox, _ = of_table(cos_sin_cache, is_neox)
+        self.heads = (num_q_heads, num_kv_heads, head_dim, v_head_dim)
+        self.page_size, self.dtype = page_size, dtype
+        self.addressing, self.positions_dtype, self.index_dtype = addressing, positions_dtype, index_dtype
+        self.optional = {"cache_positions": cache_positions, "q_out": q_out, "k_out": k_out}
+        self._flags = {
+            "tokens_per_request": tokens_per_request, "is_neox": is_neox, "kv_layout": kv_layout, "enable_pdl": enable_pdl,
+            "metadata_ready": metadata_ready, "geometry": geometry,
+        }  # fmt: skip
+        self._calls = Book(DECODE, self._check)
+        if self.cos_sin is not None:
+            check_table(self.cos_sin, head_dim)
+            if self.cos_sin.device != self.device:
+                raise ValueError(f"cos_sin_cache: expected device {self.device}, got {self.cos_sin.device}; use .to(device)")
+        DECODE.check(self._example(1, torch.device("cpu"))._replace(cos_sin_cache=None))
+        check_pdl(enable_pdl, self.device)
+
+    def warmup(self, max_tokens: int) -> "DecodeRope":
+        """Compile and load every kernel that calls of up to `max_tokens` tokens may launch; nothing is launched or written.
+
+        After it, any such call, bound or not, may be captured in a CUDA graph; only steps and sizes of 2^31 and more need another
+        kernel. Returns self.
+        """
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ValueError(f"max_tokens: expected an int of at least 1, got {max_tokens!r}")
+        if platform.runs_reference(self.device):
+            return self
+        done = set()
+        for num_tokens in range(1, max_tokens + 1):
+            geometry = self._flags["geometry"] or decode_geometry(num_tokens, *self.heads[:3])
+            if geometry not in done:
+                done.add(geometry)
+                call = self._example(num_tokens, torch.device("meta"))
+                Plan(DECODE, call, self.device)
+                Plan(DECODE, call, self.device, aligned=False)
+        return self
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        k_cache: Tensor | None,
+        v_cache: Tensor | None,
+        positions: Tensor,
+        *,
+        block_table: Tensor | None = None,
+        slot_mapping: Tensor | None = None,
+        cache_positions: Tensor | None = None,
+        q_out: Tensor | None = None,
+        k_out: Tensor | None = None,
+    ) -> Tensor:
+        """Launch for these tensors; the arguments, effects and result are those of `rope_append_decode`.
+
+        Shapes, strides, dtypes, devices, alignment and shared memory are looked at in every call.
+
+        Raises:
+            TypeError, ValueError: an argument is at fault, or is not what this op was built for; nothing has been written.
+            RuntimeError: a CUDA graph is being captured and `warmup` did not cover this number of tokens.
+        """
+        compiling = is_compiling()
+        flags = given = None
+        if not compiling and q_out is None and k_out is None and cache_positions is None and k is not None:
+            # The usual call, whose identity costs less to tell.
+            index, other = (block_table, slot_mapping) if self.addressing == "block_table" else (slot_mapping, block_table)
+            if other is None and self.cos_sin is not None:
+                given, flags = (q, k, v, k_cache, v_cache, self.cos_sin, positions, index), ()
+                plan = self._calls.find(flags, given)
+                if plan is not None and plan.again(given):
+                    return q
+        call = self._call(
+            q, k, v, k_cache, v_cache, positions, block_table=block_table, slot_mapping=slot_mapping,
+            cache_positions=cache_positions, q_out=q_out, k_out=k_out,
+        )  # fmt: skip
+        if compiling:
+            self._check_built_for(call)
+            operators.append("rope_append_decode", call)
+        elif given is None:
+            self._calls.run(resolved(call))
+        else:
+            self._calls.run_keyed(call, flags, given)
+        return q if q_out is None else q_out
+
+    def bind(self, q, k, v, k_cache, v_cache, positions, **optional) -> "Bound":
+        """Freeze all buffers: the result launches on them, with no argument, as often as it is called.
+
+        Takes the arguments of a call. What the tensors hold is read at each launch; where they are is not, so keep writing into the
+        same ones. Raises as a call does; nothing is launched.
+        """
+        call = resolved(self._call(q, k, v, k_cache, v_cache, positions, **optional))
+        self._check(call)
+        if platform.runs_reference(self.device) or q.shape[0] == 0:
+            return Bound(call, None)
+        return Bound(call, Plan(DECODE, call, self.device))
+
+    def _call(self, q, k, v, k_cache, v_cache, positions, **optional) -> Append:
+        return Append(q, k, v, k_cache, v_cache, self.cos_sin, positions, **optional, **self._flags)
+
+    def _example(self, num_tokens: int, device: torch.device) -> Append:
+        """A call such as this op will be given, with tensors of the right shapes and no meaning."""
+        num_q_heads, num_kv_heads, head_dim, v_head_dim = self.heads
+
+        def make(*shape, dtype=self.dtype):
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        q, k, v, k_cache, v_cache, optional = make(num_tokens, num_q_heads, head_dim), None, None, None, None, {}
+        if num_kv_heads:
+            k, v = make(num_tokens, num_kv_heads, head_dim), make(num_tokens, num_kv_heads, v_head_dim)
+            page = (num_kv_heads, self.page_size) if self._flags["kv_layout"] == "HND" else (self.page_size, num_kv_heads)
+            k_cache, v_cache = make(1, *page, head_dim), make(1, *page, v_head_dim)
+            shape = (num_tokens, 1) if self.addressing == "block_table" else (num_tokens,)
+            optional[self.addressing] = make(*shape, dtype=self.index_dtype)
+        for name, like in (("q_out", q), ("k_out", k)):
+            if self.optional[name]:
+                optional[name] = make(*like.shape)
+        if self.optional["cache_positions"]:
+            optional["cache_positions"] = make(num_tokens, dtype=self.positions_dtype)
+        return self._call(q, k, v, k_cache, v_cache, make(num_tokens, dtype=self.positions_dtype), **optional)
+
+    def _check(self, call: Append) -> None:
+        """The rules for any call, then those of this op."""
+        self._check_addressing_of(call)
+        DECODE.check(call)
+        self._check_built_for(call)
+
+    def _check_addressing_of(self, call: Append) -> None:
+        wanted, unwanted = _ADDRESSING if self.addressing == "block_table" else _ADDRESSING[::-1]
+        if getattr(call, unwanted) is not None or (getattr(call, wanted) is None and call.k is not None):
+            raise ValueError(f"{wanted}: expected it, and no {unwanted}, as this op was built; see `addressing`")
+
+    def _check_built_for(self, call: Append) -> None:
+        """Is it what this op was built, and compiled, for?"""
+        self._check_addressing_of(call)
+        wanted = self._example(call.q.shape[0], torch.device("meta"))
+        for name, role in Append.ROLES.items():
+            if role.kind not in (ROW, INDEX) or name in _ADDRESSING:
+                continue
+            got, want = getattr(call, name), getattr(wanted, name)
+            if (got is None) != (want is None):
+                state = "given" if got is None else "left out"
+                raise ValueError(f"{name}: expected it {state}, as this op was built; build another DecodeRope for these calls")
+            if got is not None and (got.dtype != want.dtype or got.shape != want.shape):
+                raise ValueError(
+                    f"{name}: expected {want.dtype} of shape {tuple(want.shape)}, as this op was built, "
+                    f"got {got.dtype} of {tuple(got.shape)}"
+                )
+        index = getattr(call, self.addressing)
+        if index is not None and index.dtype != self.index_dtype:
+            raise TypeError(f"{self.addressing}: expected {self.index_dtype}, as this op was built, got {index.dtype}")
+        if call.k is not None and cache_view(call.k_cache, call.kv_layout).page_size != self.page_size:
+            raise ValueError(
+                f"k_cache: expected pages of {self.page_size} tokens, as this op was built, got shape {tuple(call.k_cache.shape)}"
+            )
+        if call.q.device != self.device:
+            raise ValueError(f"q: expected device {self.device}, as this op was built, got {call.q.device}")
+
+
+class Bound:
+    """One launch with every buffer frozen: calling it takes no argument and returns rotated q.
+
+    Attributes:
+        plan: the plan it launches; None for the reference and for no tokens.
+        addresses: what the plan is launched on, by kernel parameter.
+    """
+
+    __slots__ = ("_call", "_device", "_output", "_packed", "addresses", "plan")
+
+    def __init__(self, call: Append, plan: Plan | None):
+        self._call = call
+        self._output = call.q if call.q_out is None else call.q_out
+        self._packed = {}
+        self.addresses = addresses_of(call)
+        self.plan = plan and plan.fitting(call, self.addresses)
+        self._device = plan and plan.device
+
+    def __call__(self) -> Tensor:
+        device = self._device
+        if self._packed and machine.device() == device and not machine.hooks:
+            packed = self._packed.get(machine.stream(device))
+            if packed is not None:
+                if machine.cu_launch(*packed):
+                    driver.launch(packed)
+                return self._output
+        return self._first_on_stream()
+
+    def _first_on_stream(self) -> Tensor:
+        """Any launch but a repeated one: the first on a stream, one through `kernel[grid]`, or the reference."""
+        plan = self.plan
+        if plan is None:
+            if self._call.q.shape[0] > 0:
+                DECODE.reference(self._call)
+        elif INTERPRETED or not plan.compiled.direct or machine.hooks:
+            plan.launch(self._call, self.addresses)
+        else:
+            with torch.cuda.device(self._device):
+                stream = machine.stream(self._device)
+                self._packed[stream] = plan.pack(self.addresses, stream)
+                driver.launch(self._packed[stream])
+        return self._output
+
+
+def _check_addressing(addressing) -> None:
+    if not isinstance(addressing, str) or addressing not in _ADDRESSING:
+        raise ValueError(f'addressing: expected "block_table" or "slot_mapping", got {addressing!r}')
+
+
+def _device(device) -> torch.device:
+    """`device` with its index; None is the current CUDA device."""
+    if device is None and not torch.cuda.is_available():
+        raise ValueError('device: expected "cpu" or a CUDA device, because this process has no current CUDA device, got None')
+    if device is not None and not isinstance(device, str | torch.device | int):
+        raise TypeError(f"device: expected a torch.device, a string or None, got {type(device).__name__}")
+    try:
+        device = torch.device("cuda" if device is None else device)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected a CUDA device or cpu, got {device!r}: {error}") from None
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,148 @@
+"""The records that every kernel's path uses: the tensors and flags of an append, and those of a rotation alone.
+
+Fields have the names of the public arguments. The tensors come first; `ROLES` says of each what it is to a kernel.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+# Kinds of tensors. Rows may interleave with rows and caches with caches, as slices of one tensor do; TABLE and INDEX are only read.
+ROW, CACHE, TABLE, INDEX = range(4)
+# The compile-time fact of a kernel that says how many bytes tensors of a kind are aligned to.
+ALIGNED_BY = {ROW: "ALIGN", CACHE: "ALIGN_CACHE", TABLE: "ALIGN_TABLE"}
+
+
+class Role(NamedTuple):
+    """What a tensor is to the kernels.
+
+    parameter: the kernel parameter that takes its address.
+    stand_in: the tensor that a kernel gets where this one is None. A kernel writes rotated q into the stand-in of `q_out`, which is
+        how it works in place; a kernel compiled for the absence of any other tensor never uses its stand-in.
+    short: its name in the names of its strides, such as `stride_qo_t`.
+    """
+
+    kind: int
+    parameter: str
+    stand_in: str
+    short: str = ""
+
+
+class Append(NamedTuple):
+    """One append: what is rotated, written, and where to. Shapes and meanings are those of `decode_rope.rope_append_prefill`.
+
+    A decode step has no `cu_seqlens_q`. `cos_sin_cache` is the tensor, never a `RopeTable`. `metadata_ready` and `geometry` are
+    those of `DecodeRope`.
+    """
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    k_cache: Tensor | None
+    v_cache: Tensor | None
+    cos_sin_cache: Tensor | None
+    positions: Tensor
+    block_table: Tensor | None = None
+    slot_mapping: Tensor | None = None
+    cache_positions: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    axis_map: Tensor | None = None
+    q_out: Tensor | None = None
+    k_out: Tensor | None = None
+    tokens_per_request: int = 1
+    is_neox: bool = True
+    kv_layout: str = "NHD"
+    enable_pdl: bool | None = None
+    metadata_ready: bool = False
+    geometry: Any = None
+
+    ROLES = {
+        "q": Role(ROW, "q_ptr", "q", "q"),
+        "k": Role(ROW, "k_ptr", "q", "k"),
+        "v": Role(ROW, "v_ptr", "q", "v"),
+        "k_cache": Role(CACHE, "k_cache_ptr", "q", "kc"),
+        "v_cache": Role(CACHE, "v_cache_ptr", "q", "vc"),
+        "cos_sin_cache": Role(TABLE, "cos_sin_ptr", "q"),
+        "positions": Role(INDEX, "positions_ptr", "positions"),
+        "block_table": Role(INDEX, "index_ptr", "positions"),
+        "slot_mapping": Role(INDEX, "index_ptr", "positions"),
+        "cache_positions": Role(INDEX, "cache_positions_ptr", "positions"),
+        "cu_seqlens_q": Role(INDEX, "cu_seqlens_ptr", "positions"),
+        "axis_map": Role(INDEX, "axis_map_ptr", "positions"),
+        "q_out": Role(ROW, "q_out_ptr", "q", "qo"),
+        "k_out": Role(ROW, "k_out_ptr", "q", "ko"),
+    }
+
+    @property
+    def writes_cache(self) -> bool:
+        return self.k is not None and self.k_cache is not None
+
+    @property
+    def requests(self) -> int:
+        """Rows of the block table that the tokens look into."""
+        if self.cu_seqlens_q is not None:
+            return self.cu_seqlens_q.shape[0] - 1
+        return -(-self.q.shape[0] // self.tokens_per_request)
+
+
+class Rotation(NamedTuple):
+    """One rotation without a cache. Shapes and meanings are those of `decode_rope.apply_rope`, but `out` of None rotates `x` in
+    place. `report`: whether faulty rows are counted."""
+
+    x: Tensor
+    out: Tensor | None
+    cos_sin_cache: Tensor
+    positions: Tensor | None = None
+    axis_map: Tensor | None = None
+    is_neox: bool = True
+    inverse: bool = False
+    layout: str = "NHD"
+    report: bool = True
+    geometry: Any = None
+
+    ROLES = {
+        "x": Role(ROW, "x_ptr", "x", "x"),
+        "out": Role(ROW, "out_ptr", "x", "out"),
+        "cos_sin_cache": Role(TABLE, "cos_sin_ptr", "x"),
+        "positions": Role(INDEX, "positions_ptr", "x"),
+        "axis_map": Role(INDEX, "axis_map_ptr", "x"),
+    }
+
+
+Record = Append | Rotation
+
+
+def given_tensors(call: Record) -> dict[str, Tensor]:
+    """The tensors of a call that are not None, by field."""
+    return {name: x for name, x in zip(call.ROLES, call, strict=False) if x is not None}
+
+
+def kernel_tensors(call: Record) -> dict[str, Tensor]:
+    """What a kernel's pointer parameters get, by parameter, stand-ins included."""
+    found: dict[str, Tensor] = {}
+    for role, x in zip(call.ROLES.values(), call, strict=False):
+        if x is not None:
+            found[role.parameter] = x
+        else:
+            found.setdefault(role.parameter, getattr(call, role.stand_in))
+    return found
+
+
+def of_table(cos_sin_cache, is_neox: bool, axis_map: Tensor | None = None):
+    """(tensor, is_neox, axis_map) of a rotary table: a `RopeTable` brings its own pairing, and its axis map where none is given."""
+    if cos_sin_cache is None or isinstance(cos_sin_cache, Tensor):
+        return cos_sin_cache, is_neox, axis_map
+    axis_map = getattr(cos_sin_cache, "axis_map", None) if axis_map is None else axis_map
+    is_neox = getattr(cos_sin_cache, "is_neox", is_neox)
+    return getattr(cos_sin_cache, "cos_sin_cache", cos_sin_cache), is_neox, axis_map
+
+
+def resolved(call: Append) -> Append:
+    """The call with its table's tensor, pairing and axis map in place of a `RopeTable`. Where k is None it names no caches: a layer
+    that shares another one's K and V may pass its cache, and nothing is written to it."""
+    if call.cos_sin_cache is not None and not isinstance(call.cos_sin_cache, Tensor):
+        table, is_neox, axis_map = of_table(call.cos_sin_cache, call.is_neox, call.axis_map)
+        call = call._replace(cos_sin_cache=table, is_neox=is_neox, axis_map=axis_map)
+    if call.k is None and isinstance(call.k_cache, Tensor | None) and isinstance(call.v_cache, Tensor | None):
+        call = call._replace(k_cache=None, v_cache=None)
+    return call

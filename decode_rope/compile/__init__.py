@@ -1,0 +1,1 @@
+"""PyTorch operators for torch.compile and torch.export."""
