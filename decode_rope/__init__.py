@@ -5,6 +5,7 @@ from .api.functions import apply_rope, rope_append_decode, rope_append_prefill
 from .api.prepared import DecodeRope
 from .api.registry import get_op
 from .append.faults import check_faults
+from .append.norm import QKNorm
 from .cache import CacheFull, PagedKVCache
 from .tables import RopeTable
 
@@ -14,6 +15,7 @@ __all__ = [
     "CacheFull",
     "DecodeRope",
     "PagedKVCache",
+    "QKNorm",
     "RopeTable",
     "__version__",
     "apply_rope",

@@ -29,11 +29,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool = True) -> Tensor:
     Returns:
         A new tensor of the shape and dtype of `x`.
     """
-    rotary_dim = 2 * cos.shape[-1]
-    if is_neox:
-        first, second = slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
-    else:
-        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+    first, second = pair_slices(2 * cos.shape[-1], is_neox)
     wide = torch.promote_types(x.dtype, torch.float32)
     x1, x2 = x[..., first].to(wide), x[..., second].to(wide)
     y = x.clone()
@@ -50,40 +46,11 @@ def rope_append_decode(
     v_cache: Tensor | None,
     cos_sin_cache,
     positions: Tensor,
-    *,
-    block_table: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-    cache_positions: Tensor | None = None,
-    tokens_per_request: int = 1,
-    is_neox: bool = True,
-    kv_layout: str = "NHD",
-    q_out: Tensor | None = None,
-    k_out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-    faults: Tensor | None = None,
+    **options,
 ) -> Tensor:
-    """`decode_rope.rope_append_decode`, same arguments and effects; `enable_pdl` is accepted and means nothing here.
-
-    `faults` is an int64 `[2]` tensor: element 0 counts faulty rows, element 1 keeps the lowest one (see `record_faults`).
-    """
-    return rope_append_prefill(
-        q,
-        k,
-        v,
-        k_cache,
-        v_cache,
-        cos_sin_cache,
-        positions,
-        block_table=block_table,
-        slot_mapping=slot_mapping,
-        cache_positions=cache_positions,
-        tokens_per_request=tokens_per_request,
-        is_neox=is_neox,
-        kv_layout=kv_layout,
-        q_out=q_out,
-        k_out=k_out,
-        faults=faults,
-    )
+    """`decode_rope.rope_append_decode`: a prefill whose requests have `tokens_per_request` tokens each. The same arguments, effects and
+    `faults` as `rope_append_prefill`, without `cu_seqlens_q`."""
+    return rope_append_prefill(q, k, v, k_cache, v_cache, cos_sin_cache, positions, **options)
 
 
 def rope_append_prefill(
@@ -105,14 +72,14 @@ def rope_append_prefill(
     axis_map: Tensor | None = None,
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
+    norm=None,
+    q_token_scale: Tensor | None = None,
     enable_pdl: bool | None = None,
     faults: Tensor | None = None,
 ) -> Tensor:
-    """`decode_rope.rope_append_prefill`, same arguments and effects; `enable_pdl` is accepted and means nothing
-    here.
+    """`decode_rope.rope_append_prefill`, same arguments and effects; `enable_pdl` is accepted and means nothing here.
 
-    `faults` is an int64 `[2]` tensor: element 0 counts faulty rows, element 1 keeps the lowest one (see
-    `record_faults`).
+    `faults` is an int64 `[2]` tensor: element 0 counts faulty rows, element 1 keeps the lowest one (see `record_faults`).
     """
     is_neox = getattr(cos_sin_cache, "is_neox", is_neox)
     axis_map = getattr(cos_sin_cache, "axis_map", None) if axis_map is None else axis_map
@@ -126,12 +93,13 @@ def rope_append_prefill(
     bad = past_table(table, pos, axis_map)
     turns = (first >= 0) & (bad < 0)
     kind, value = torch.where(bad >= 0, POSITION, 0), bad
-    q_new, k_new = q, k
-    if table is not None:
-        cos, sin = angles(table, pos, axis_map)
-        turn = turns[:, None, None]
-        q_new = torch.where(turn, rotate(q, cos.unsqueeze(1), sin.unsqueeze(1), is_neox), q)
-        k_new = None if k is None else torch.where(turn, rotate(k, cos.unsqueeze(1), sin.unsqueeze(1), is_neox), k)
+    cos_sin = None if table is None else angles(table, pos, axis_map)
+    q_new = torch.where(turns[:, None, None], changed_heads(q, cos_sin, is_neox, norm, "q_weight", q_token_scale, q.dtype), q)
+    k_new = k_cached = k
+    if k is not None:
+        k_wide = changed_heads(k, cos_sin, is_neox, norm, "k_weight", None, None)
+        k_cached = k_wide.to(k.dtype)
+        k_new = torch.where(turns[:, None, None], k_cached, k)
     if k_cache is not None and k is not None:
         k_pages, v_pages = pages_first(k_cache, kv_layout), pages_first(v_cache, kv_layout)
         num_pages, page_size = k_pages.shape[:2]
@@ -143,8 +111,9 @@ def rope_append_prefill(
         value = torch.where(kind == 0, what, value)
         kind = torch.where(kind == 0, fault, kind)
         write = turns & (page >= 0) & (page < num_pages)
-        k_pages[page[write], offset[write]] = k_new[write]
-        v_pages[page[write], offset[write]] = v[write]  # before k_out, whose memory v may alias
+        v_new = rms_norm(v.float(), None, norm.eps, 0.0, 0, is_neox).to(v.dtype) if norm is not None and norm.v_norm else v
+        k_pages[page[write], offset[write]] = k_cached[write]
+        v_pages[page[write], offset[write]] = v_new[write]  # before k_out, whose memory v may alias
     if k_out is not None:
         k_out.copy_(k_new)
     if faults is not None:
@@ -153,6 +122,73 @@ def rope_append_prefill(
     if q_new is not out:
         out.copy_(q_new)
     return out
+
+
+def changed_heads(x: Tensor, cos_sin, is_neox: bool, norm, weight: str, scale: Tensor | None, dtype) -> Tensor:
+    """Heads `[T, H, D]` normalised, rotated and scaled, in fp32 until they are rounded to `dtype` (None: not at all, where anything
+    changes them).
+
+    Args:
+        cos_sin: cos and sin `[T, R/2]`, or None: nothing rotates.
+        norm: a `QKNorm` or None; `weight` is the name of the one of its weights that counts.
+        scale: fp32 `[T]` or None.
+    """
+    if norm is None and scale is None:
+        return x if cos_sin is None else rotate(x, *(a.unsqueeze(1) for a in cos_sin), is_neox)
+    y = x.float()
+    rotary_dim = 0 if cos_sin is None else 2 * cos_sin[0].shape[-1]
+    steps = ["rotate"] if norm is None else ["norm", "rotate"] if norm.order == "before" else ["rotate", "norm"]
+    for step in steps:
+        if step == "norm":
+            y = rms_norm(y, getattr(norm, weight), norm.eps, norm.weight_offset, rotary_dim, is_neox)
+        elif cos_sin is not None:
+            y = rotate(y, *(a.unsqueeze(1) for a in cos_sin), is_neox)
+        if norm is not None and norm.rounded and step == steps[0] and (step == "norm" or cos_sin is not None):
+            y = y.to(x.dtype).float()
+    if scale is not None:
+        y = y * scale[:, None, None]
+    return y if dtype is None else y.to(dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rotary_dim: int, is_neox: bool) -> Tensor:
+    """`x / sqrt(mean(x²) + eps) · (weight + weight_offset)` of fp32 heads `[..., D]`, in one fixed order of fp32 operations.
+
+    Squares of the two members of a rotated pair are added first, then all pairs by a tree, and the squares of the tail by another.
+    Squares are of `x · 2^-20`, so that large elements do not overflow.
+    """
+    first, second = pair_slices(rotary_dim, is_neox)
+    scale = 2.0**-20
+    squares = (x * scale) ** 2
+    total = torch.zeros_like(x[..., :1])
+    if rotary_dim:
+        total = tree_sum(squares[..., first] + squares[..., second])
+    if rotary_dim < x.shape[-1]:
+        tail = tree_sum(squares[..., rotary_dim:])
+        total = total + tail if rotary_dim else tail
+    # Divisors are tensors, because PyTorch multiplies by the reciprocal of a number on the GPU. The root of a float64, rounded, is the
+    # correctly rounded root of the fp32 number; PyTorch's own fp32 root on the CPU is not.
+    mean = total / torch.full_like(total, x.shape[-1])
+    root = torch.sqrt((mean + eps * scale * scale).double()).float()
+    y = x * (torch.full_like(total, scale) / root)
+    if weight is None:
+        return y
+    return y * (weight.float() if weight_offset == 0 else weight.float() + weight_offset)
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """The sum over the last dimension, kept: neighbours first, then neighbouring sums; zeros fill it up to a power of two."""
+    size = 1 << max(x.shape[-1] - 1, 0).bit_length()
+    x = torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x
+
+
+def pair_slices(rotary_dim: int, is_neox: bool) -> tuple[slice, slice]:
+    """Where the first and the second members of all pairs are."""
+    if is_neox:
+        return slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
+    return slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
 
 
 def apply_rope(

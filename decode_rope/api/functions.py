@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from ..append.arguments import Append, of_table, resolved
 from ..append.checks import check_gradients
+from ..append.norm import QKNorm, norm_fields
 from ..compile import append as operators
 from ..compile import rope as rotation_operators
 from ..launch.book import Book
@@ -35,8 +36,11 @@ def rope_append_decode(
     tokens_per_request: int = 1,
     is_neox: bool = True,
     kv_layout: str = "NHD",
+    axis_map: Tensor | None = None,
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
+    norm: QKNorm | None = None,
+    q_token_scale: Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> Tensor:
     """Rotate `q` in place, and write rotated `k` and `v` into a paged cache, in one kernel launch.
@@ -59,7 +63,8 @@ def rope_append_decode(
         v_cache: likewise with Dv, with strides of its own.
         cos_sin_cache: fp32 `[max_position, R]`, cosines then sines, contiguous, R even and at most D (the first R elements of a
             head rotate); or a `RopeTable`, whose own pairing then holds; or None: nothing rotates (NoPE), K and V are written.
-        positions: `[T]` int32 or int64, in tokens. Row of the table, and by default the place in the sequence.
+        positions: `[T]` int32 or int64, in tokens. Row of the table, and by default the place in the sequence. Or `[axes, T]` with an
+            axis map, as in `rope_append_prefill`.
         block_table: `[requests, max_pages]` int32 or int64, any row stride. Token t goes to page
             `block_table[t // tokens_per_request, p // page_size]`, offset `p % page_size`, with `p = cache_positions[t]`.
         slot_mapping: `[at most T]` int32 or int64: `page · page_size + offset`. Exactly one of the two, or neither if k is None.
@@ -67,7 +72,11 @@ def rope_append_decode(
         tokens_per_request: consecutive tokens that share a row of block_table.
         is_neox: pairs are (i, i + R/2) if true (NeoX, Llama), else (2i, 2i + 1) (GPT-J).
         kv_layout: "NHD" or "HND"; says nothing about flat caches.
+        axis_map: int8 `[R/2]`, as in `rope_append_prefill`.
         q_out, k_out: outputs for rotated q and k, shapes and dtypes of q and k. `k_out` may be `k`, unless v shares its memory.
+        norm: a `QKNorm`: heads of q and k are normalised, all D elements of them, before or after the rotation. Rows that are passed
+            through (padding, bad positions) are not normalised. None: no norm.
+        q_token_scale: fp32 `[T]`; multiplies q after norm and rotation (Llama 4's and Ministral 3's attention temperature). None: 1.
         enable_pdl: programmatic dependent launch (NVIDIA compute capability 9.0 and later). None: where measurements favour it.
             Everything is read after the wait for earlier kernels.
     Returns:
@@ -88,33 +97,33 @@ def rope_append_decode(
         >>> bool((v_cache[5, 1] == v[0]).all())
         True
     """
-    if is_compiling():
-        operators.append("rope_append_decode", Append(
-            q, k, v, k_cache, v_cache, cos_sin_cache, positions, block_table, slot_mapping, cache_positions, None, None, q_out, k_out,
-            tokens_per_request, is_neox, kv_layout, enable_pdl,
-        ))  # fmt: skip
-        return q if q_out is None else q_out
     cos_sin = cos_sin_cache
-    if cos_sin is not None and not isinstance(cos_sin, Tensor):
-        cos_sin, is_neox, _ = of_table(cos_sin, is_neox)
-    flags = given = None
-    if q_out is None and k_out is None and cache_positions is None and k is not None and cos_sin is not None:
+    if norm is None and q_out is None and k_out is None and cache_positions is None and q_token_scale is None and axis_map is None:
         # The usual call, whose identity costs less to tell.
+        if cos_sin is not None and not isinstance(cos_sin, Tensor):
+            cos_sin, is_neox, axis_map = of_table(cos_sin, is_neox)
         paged = slot_mapping is None
-        if paged or block_table is None:
+        usual = k is not None and cos_sin is not None and axis_map is None and (paged or block_table is None)
+        if usual and not is_compiling():
             given = (q, k, v, k_cache, v_cache, cos_sin, positions, block_table if paged else slot_mapping)
             flags = (paged, tokens_per_request, is_neox, kv_layout, enable_pdl, type(tokens_per_request), type(is_neox))
             plan = DECODE_CALLS.find(flags, given)
-            if plan is not None and plan.again(given):
-                return q
-    call = resolved(Append(
-        q, k, v, k_cache, v_cache, cos_sin, positions, block_table, slot_mapping, cache_positions, None, None, q_out, k_out,
-        tokens_per_request, is_neox, kv_layout, enable_pdl,
-    ))  # fmt: skip
-    if given is None:
-        DECODE_CALLS.run(call)
+            if plan is None or not plan.again(given):
+                call = Append(
+                    q, k, v, k_cache, v_cache, cos_sin, positions, block_table, slot_mapping,
+                    tokens_per_request=tokens_per_request, is_neox=is_neox, kv_layout=kv_layout, enable_pdl=enable_pdl,
+                )  # fmt: skip
+                DECODE_CALLS.run_keyed(call, flags, given)
+            return q
+    call = Append(
+        q, k, v, k_cache, v_cache, cos_sin, positions, block_table, slot_mapping, cache_positions,
+        tokens_per_request=tokens_per_request, is_neox=is_neox, kv_layout=kv_layout, axis_map=axis_map, q_out=q_out, k_out=k_out,
+        q_token_scale=q_token_scale, enable_pdl=enable_pdl, **norm_fields(norm),
+    )  # fmt: skip
+    if is_compiling():
+        operators.append("rope_append_decode", call)
     else:
-        DECODE_CALLS.run_keyed(call, flags, given)
+        DECODE_CALLS.run(resolved(call))
     return q if q_out is None else q_out
 
 
@@ -137,6 +146,8 @@ def rope_append_prefill(
     axis_map: Tensor | None = None,
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
+    norm: QKNorm | None = None,
+    q_token_scale: Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> Tensor:
     """Rotate `q` in place, and write rotated `k` and `v` into a paged cache, in one kernel launch, for batches
@@ -149,7 +160,7 @@ def rope_append_prefill(
 
     Args:
         q, k, v, k_cache, v_cache, cos_sin_cache, is_neox, kv_layout, slot_mapping, cache_positions, q_out,
-            k_out: as in `rope_append_decode`. Give `k_out=k` to rotate k in place too, for attention over the
+            k_out, norm, q_token_scale: as in `rope_append_decode`. Give `k_out=k` to rotate k in place too, for attention over the
             live k. With `k_cache` and `v_cache` None, k is rotated into `k_out` and nothing is appended; v must
             then be None.
         positions: `[T]` int32 or int64, in tokens: row of the table, and by default the place in the sequence.
@@ -192,7 +203,8 @@ def rope_append_prefill(
     """
     call = Append(
         q, k, v, k_cache, v_cache, cos_sin_cache, positions, block_table, slot_mapping, cache_positions, cu_seqlens_q, axis_map,
-        q_out, k_out, tokens_per_request, is_neox, kv_layout, enable_pdl,
+        q_out, k_out, tokens_per_request=tokens_per_request, is_neox=is_neox, kv_layout=kv_layout, q_token_scale=q_token_scale,
+        enable_pdl=enable_pdl, **norm_fields(norm),
     )  # fmt: skip
     if is_compiling():
         operators.append("rope_append_prefill", call)

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..append.arguments import INDEX, ROW, Append, of_table, resolved
+from ..append.arguments import INDEX, ROW, Append, given_tensors, of_table, resolved
 from ..append.layout import cache_view
+from ..append.norm import QKNorm, norm_fields
 from ..append.rules import check_integer, check_table
 from ..compile import append as operators
 from ..launch import driver, platform
@@ -28,13 +29,16 @@ class DecodeRope:
         v_head_dim: elements of a head of v; head_dim if None.
         page_size: tokens a page; 1 for flat `[slots, Hkv, D]` caches.
         kv_layout, is_neox, tokens_per_request, enable_pdl: as for `rope_append_decode`.
+        axes: rows of positions in models of several axes, whose calls give positions `[axes, T]`; 0: `[T]`.
+        axis_map: int8 `[R/2]`, the axis of each pair, on `device`; None: that of the `RopeTable`.
+        norm: a `QKNorm`, whose weights are kept; None: no norm.
         dtype: of q, k, v and the caches.
         device: a CUDA device, or "cpu" for the reference; None: the current CUDA device.
         addressing: "block_table" or "slot_mapping", whichever calls will give.
         positions_dtype, index_dtype: torch.int32 or torch.int64; index_dtype None: int32 for a block table, int64 for slots.
-        q_out, k_out, cache_positions: whether calls will give these.
-        metadata_ready: promise that no kernel still in flight writes positions, the block table or slots, cache_positions or the
-            rotary table when a launch begins, so they may be read before the PDL wait (0.15-0.3 µs on an H200). True of memory
+        q_out, k_out, cache_positions, q_token_scale: whether calls will give these.
+        metadata_ready: promise that no kernel still in flight writes positions, the block table or slots, cache_positions,
+            q_token_scale or the rotary table when a launch begins, so they may be read before the PDL wait (0.15-0.3 µs on an H200). True of memory
             written by a copy before the graph started, or by any kernel launched without the PDL attribute with another such
             kernel between it and this launch; false of a chain of early-triggering PDL kernels from their writer to this launch.
         geometry: a `Geometry` in place of the measured choice; changes time, never results.
@@ -54,6 +58,9 @@ class DecodeRope:
         dtype: torch.dtype = torch.bfloat16,
         v_head_dim: int | None = None,
         is_neox: bool = True,
+        axis_map: Tensor | None = None,
+        axes: int = 0,
+        norm: QKNorm | None = None,
         tokens_per_request: int = 1,
         device: torch.device | str | None = None,
         addressing: str = "block_table",
@@ -62,6 +69,7 @@ class DecodeRope:
         q_out: bool = False,
         k_out: bool = False,
         cache_positions: bool = False,
+        q_token_scale: bool = False,
         enable_pdl: bool | None = None,
         metadata_ready: bool = False,
         geometry: Geometry | None = None,
@@ -80,21 +88,36 @@ class DecodeRope:
         if geometry is not None:
             check_geometry(geometry)
         self.device = _device(device)
-        self.cos_sin, is_neox, _ = of_table(cos_sin_cache, is_neox)
+        self.cos_sin, is_neox, axis_map = of_table(cos_sin_cache, is_neox, axis_map)
+        check_integer("axes", axes, 0)
+        if axes and axis_map is None:
+            raise ValueError(f"axis_map: expected one with axes={axes}, int8, the axis of each pair, got None")
         self.heads = (num_q_heads, num_kv_heads, head_dim, v_head_dim)
         self.page_size, self.dtype = page_size, dtype
         self.addressing, self.positions_dtype, self.index_dtype = addressing, positions_dtype, index_dtype
-        self.optional = {"cache_positions": cache_positions, "q_out": q_out, "k_out": k_out}
-        self._flags = {
+        self.optional = {"cache_positions": cache_positions, "q_out": q_out, "k_out": k_out, "q_token_scale": q_token_scale}
+        self.axes = axes
+        self._fixed = {
+            **norm_fields(norm), "axis_map": axis_map if axes else None,
             "tokens_per_request": tokens_per_request, "is_neox": is_neox, "kv_layout": kv_layout, "enable_pdl": enable_pdl,
             "metadata_ready": metadata_ready, "geometry": geometry,
         }  # fmt: skip
+        # Tensors that every call has, in the order of the record.
+        self._held = tuple([x for name in Append.ROLES if isinstance(x := self._fixed.get(name), Tensor)])
         self._calls = Book(DECODE, self._check)
         if self.cos_sin is not None:
             check_table(self.cos_sin, head_dim)
-            if self.cos_sin.device != self.device:
-                raise ValueError(f"cos_sin_cache: expected device {self.device}, got {self.cos_sin.device}; use .to(device)")
-        DECODE.check(self._example(1, torch.device("cpu"))._replace(cos_sin_cache=None))
+        fixed = {"cos_sin_cache": self.cos_sin, "axis_map": self._fixed["axis_map"]}
+        fixed |= {f"norm.{name}": self._fixed.get(name) for name in ("q_weight", "k_weight")}
+        for name, x in fixed.items():
+            if isinstance(x, Tensor) and x.device != self.device:
+                raise ValueError(f"{name}: expected device {self.device}, got {x.device}; use .to(device)")
+        # The rules for everything but where tensors are, on an example that costs no memory of the device.
+        example = self._example(1, torch.device("cpu"))
+        elsewhere = {
+            name: torch.empty_like(x, device="cpu") for name, x in given_tensors(example).items() if x.device.type != "cpu"
+        }
+        DECODE.check(example._replace(**elsewhere, cos_sin_cache=None))
         check_pdl(enable_pdl, self.device)
 
     def warmup(self, max_tokens: int) -> "DecodeRope":
@@ -109,7 +132,7 @@ class DecodeRope:
             return self
         done = set()
         for num_tokens in range(1, max_tokens + 1):
-            geometry = self._flags["geometry"] or decode_geometry(num_tokens, *self.heads[:3])
+            geometry = self._fixed["geometry"] or decode_geometry(num_tokens, *self.heads[:3])
             if geometry not in done:
                 done.add(geometry)
                 call = self._example(num_tokens, torch.device("meta"))
@@ -131,6 +154,7 @@ class DecodeRope:
         cache_positions: Tensor | None = None,
         q_out: Tensor | None = None,
         k_out: Tensor | None = None,
+        q_token_scale: Tensor | None = None,
     ) -> Tensor:
         """Launch for these tensors; the arguments, effects and result are those of `rope_append_decode`.
 
@@ -142,17 +166,24 @@ class DecodeRope:
         """
         compiling = is_compiling()
         flags = given = None
-        if not compiling and q_out is None and k_out is None and cache_positions is None and k is not None:
+        if (
+            not compiling
+            and q_out is None
+            and k_out is None
+            and cache_positions is None
+            and q_token_scale is None
+            and k is not None
+        ):
             # The usual call, whose identity costs less to tell.
             index, other = (block_table, slot_mapping) if self.addressing == "block_table" else (slot_mapping, block_table)
             if other is None and self.cos_sin is not None:
-                given, flags = (q, k, v, k_cache, v_cache, self.cos_sin, positions, index), ()
+                given, flags = (q, k, v, k_cache, v_cache, self.cos_sin, positions, index, *self._held), ()
                 plan = self._calls.find(flags, given)
                 if plan is not None and plan.again(given):
                     return q
         call = self._call(
             q, k, v, k_cache, v_cache, positions, block_table=block_table, slot_mapping=slot_mapping,
-            cache_positions=cache_positions, q_out=q_out, k_out=k_out,
+            cache_positions=cache_positions, q_out=q_out, k_out=k_out, q_token_scale=q_token_scale,
         )  # fmt: skip
         if compiling:
             self._check_built_for(call)
@@ -176,7 +207,7 @@ class DecodeRope:
         return Bound(call, Plan(DECODE, call, self.device))
 
     def _call(self, q, k, v, k_cache, v_cache, positions, **optional) -> Append:
-        return Append(q, k, v, k_cache, v_cache, self.cos_sin, positions, **optional, **self._flags)
+        return Append(q, k, v, k_cache, v_cache, self.cos_sin, positions, **optional, **self._fixed)
 
     def _example(self, num_tokens: int, device: torch.device) -> Append:
         """A call such as this op will be given, with tensors of the right shapes and no meaning."""
@@ -188,7 +219,7 @@ class DecodeRope:
         q, k, v, k_cache, v_cache, optional = make(num_tokens, num_q_heads, head_dim), None, None, None, None, {}
         if num_kv_heads:
             k, v = make(num_tokens, num_kv_heads, head_dim), make(num_tokens, num_kv_heads, v_head_dim)
-            page = (num_kv_heads, self.page_size) if self._flags["kv_layout"] == "HND" else (self.page_size, num_kv_heads)
+            page = (num_kv_heads, self.page_size) if self._fixed["kv_layout"] == "HND" else (self.page_size, num_kv_heads)
             k_cache, v_cache = make(1, *page, head_dim), make(1, *page, v_head_dim)
             shape = (num_tokens, 1) if self.addressing == "block_table" else (num_tokens,)
             optional[self.addressing] = make(*shape, dtype=self.index_dtype)
@@ -197,7 +228,10 @@ class DecodeRope:
                 optional[name] = make(*like.shape)
         if self.optional["cache_positions"]:
             optional["cache_positions"] = make(num_tokens, dtype=self.positions_dtype)
-        return self._call(q, k, v, k_cache, v_cache, make(num_tokens, dtype=self.positions_dtype), **optional)
+        if self.optional["q_token_scale"]:
+            optional["q_token_scale"] = make(num_tokens, dtype=torch.float32)
+        positions = make(*((self.axes, num_tokens) if self.axes else (num_tokens,)), dtype=self.positions_dtype)
+        return self._call(q, k, v, k_cache, v_cache, positions, **optional)
 
     def _check(self, call: Append) -> None:
         """The rules for any call, then those of this op."""
@@ -215,7 +249,7 @@ class DecodeRope:
         self._check_addressing_of(call)
         wanted = self._example(call.q.shape[0], torch.device("meta"))
         for name, role in Append.ROLES.items():
-            if role.kind not in (ROW, INDEX) or name in _ADDRESSING:
+            if role.kind not in (ROW, INDEX) or name in (*_ADDRESSING, "axis_map"):
                 continue
             got, want = getattr(call, name), getattr(wanted, name)
             if (got is None) != (want is None):

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# Kinds of tensors. Rows may interleave with rows and caches with caches, as slices of one tensor do; TABLE and INDEX are only read.
-ROW, CACHE, TABLE, INDEX = range(4)
+from .norm import NormFacts
+
+# Kinds of tensors. Rows may interleave with rows and caches with caches, as slices of one tensor do; the others are only read.
+ROW, CACHE, TABLE, WEIGHT, INDEX = range(5)
 # The compile-time fact of a kernel that says how many bytes tensors of a kind are aligned to.
-ALIGNED_BY = {ROW: "ALIGN", CACHE: "ALIGN_CACHE", TABLE: "ALIGN_TABLE"}
+ALIGNED_BY = {ROW: "ALIGN", CACHE: "ALIGN_CACHE", TABLE: "ALIGN_TABLE", WEIGHT: "ALIGN_WEIGHT"}
 
 
 class Role(NamedTuple):
@@ -18,21 +20,22 @@ class Role(NamedTuple):
 
     parameter: the kernel parameter that takes its address.
     stand_in: the tensor that a kernel gets where this one is None. A kernel writes rotated q into the stand-in of `q_out`, which is
-        how it works in place; a kernel compiled for the absence of any other tensor never uses its stand-in.
+        how it works in place; a kernel compiled for the absence of any other tensor never uses its stand-in. None: the parameter is
+        a compile-time None, so that a launch without the tensor is what it was before there was such a tensor.
     short: its name in the names of its strides, such as `stride_qo_t`.
     """
 
     kind: int
     parameter: str
-    stand_in: str
+    stand_in: str | None
     short: str = ""
 
 
 class Append(NamedTuple):
     """One append: what is rotated, written, and where to. Shapes and meanings are those of `decode_rope.rope_append_prefill`.
 
-    A decode step has no `cu_seqlens_q`. `cos_sin_cache` is the tensor, never a `RopeTable`. `metadata_ready` and `geometry` are
-    those of `DecodeRope`.
+    A decode step has no `cu_seqlens_q`. `cos_sin_cache` is the tensor, never a `RopeTable`; a `QKNorm` is taken apart into its weights
+    and `norm`. `metadata_ready` and `geometry` are those of `DecodeRope`.
     """
 
     q: Tensor
@@ -49,10 +52,14 @@ class Append(NamedTuple):
     axis_map: Tensor | None = None
     q_out: Tensor | None = None
     k_out: Tensor | None = None
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    q_token_scale: Tensor | None = None
     tokens_per_request: int = 1
     is_neox: bool = True
     kv_layout: str = "NHD"
     enable_pdl: bool | None = None
+    norm: NormFacts | None = None
     metadata_ready: bool = False
     geometry: Any = None
 
@@ -71,6 +78,9 @@ class Append(NamedTuple):
         "axis_map": Role(INDEX, "axis_map_ptr", "positions"),
         "q_out": Role(ROW, "q_out_ptr", "q", "qo"),
         "k_out": Role(ROW, "k_out_ptr", "q", "ko"),
+        "q_weight": Role(WEIGHT, "q_weight_ptr", None),
+        "k_weight": Role(WEIGHT, "k_weight_ptr", None),
+        "q_token_scale": Role(INDEX, "q_token_scale_ptr", None),
     }
 
     @property
@@ -123,9 +133,14 @@ def kernel_tensors(call: Record) -> dict[str, Tensor]:
     for role, x in zip(call.ROLES.values(), call, strict=False):
         if x is not None:
             found[role.parameter] = x
-        else:
+        elif role.stand_in is not None:
             found.setdefault(role.parameter, getattr(call, role.stand_in))
     return found
+
+
+def absent_parameters(call: Record) -> dict[str, None]:
+    """The pointer parameters that a call's kernel does not have, as the compile-time None that they are."""
+    return {role.parameter: None for role, x in zip(call.ROLES.values(), call, strict=False) if x is None and role.stand_in is None}
 
 
 def of_table(cos_sin_cache, is_neox: bool, axis_map: Tensor | None = None):

@@ -43,7 +43,8 @@ def check_append(call: Append, *, prefill: bool) -> None:
     _activations(call, live)
     if call.cos_sin_cache is not None:
         check_table(call.cos_sin_cache, q.shape[2])
-    _positions(call, prefill)
+    _positions(call)
+    _factors(call)
     if k is None or live:
         _nothing_appended(call, live)
     else:
@@ -102,7 +103,7 @@ def _activation(name: str, x, heads: str) -> None:
     check_last_dim(name, x)
 
 
-def _positions(call: Append, prefill: bool) -> None:
+def _positions(call: Append) -> None:
     positions, num_tokens = call.positions, call.q.shape[0]
     check_tensor("positions", positions)
     if call.axis_map is not None:
@@ -111,14 +112,35 @@ def _positions(call: Append, prefill: bool) -> None:
         _per_token("positions", positions, num_tokens)
         return
     check_index_dtype("positions", positions)
-    if not prefill:
-        raise ValueError(
-            f"positions: expected shape [{num_tokens}], got {tuple(positions.shape)}; in a decode step the axes of a multi-axis "
-            f"model hold one value, so pass one row of them"
-        )
     if positions.shape[1] != num_tokens:
         raise ValueError(f"positions: expected shape [axes, {num_tokens}], one per token of q, got {tuple(positions.shape)}")
     check_axes(positions, call.axis_map)
+
+
+def _factors(call: Append) -> None:
+    """The rules for the weights of a norm, and for `q_token_scale`."""
+    for name in ("q_weight", "k_weight"):
+        weight = getattr(call, name)
+        if weight is None:
+            continue
+        check_tensor(f"norm.{name}", weight)
+        if weight.dtype not in DTYPES:
+            raise TypeError(f"norm.{name}: expected dtype bfloat16, float16 or float32, got {weight.dtype}")
+        if tuple(weight.shape) != (call.q.shape[2],):
+            hint = "; a norm over all heads together needs a launch of its own before this one" if weight.dim() == 1 else ""
+            raise ValueError(
+                f"norm.{name}: expected shape [{call.q.shape[2]}], one per element of a head, got {tuple(weight.shape)}{hint}"
+            )
+        check_dense(f"norm.{name}", weight)
+    if call.q_token_scale is not None:
+        check_tensor("q_token_scale", call.q_token_scale)
+        if call.q_token_scale.dtype != torch.float32:
+            raise TypeError(f"q_token_scale: expected float32, got {call.q_token_scale.dtype}")
+        if tuple(call.q_token_scale.shape) != (call.q.shape[0],):
+            raise ValueError(
+                f"q_token_scale: expected shape [{call.q.shape[0]}], one per token of q, got {tuple(call.q_token_scale.shape)}"
+            )
+        check_dense("q_token_scale", call.q_token_scale)
 
 
 def _per_token(name: str, x, num_tokens: int) -> None:
@@ -136,7 +158,9 @@ def _nothing_appended(call: Append, live: bool) -> None:
         if getattr(call, name) is not None:
             check_tensor(name, getattr(call, name))  # accepted, so that a layer may always pass its cache; never written
     why = "there are no caches" if live else "k is None"
-    names = ("block_table", "slot_mapping", "cache_positions") if live else ("block_table", "slot_mapping", "cache_positions", "k_out")
+    names = (
+        ("block_table", "slot_mapping", "cache_positions") if live else ("block_table", "slot_mapping", "cache_positions", "k_out")
+    )
     for name in names:
         if getattr(call, name) is not None:
             raise ValueError(f"{name}: expected None, because {why} and nothing is appended; leave it out")

@@ -10,7 +10,8 @@ from importlib import metadata
 import torch
 
 from .. import __version__
-from ..launch import book, driver, platform as paths
+from ..launch import book, driver
+from ..launch import platform as paths
 
 _OPTIONAL = ("flashinfer-python", "transformers", "gguf", "hypothesis", "pytest", "numpy")
 

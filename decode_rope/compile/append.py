@@ -8,6 +8,7 @@ import typing
 from torch import Tensor
 
 from ..append.arguments import ROW, Append, of_table
+from ..append.norm import NormFacts
 from ..append.rules import check_needs_no_grad
 from ..launch.book import Book
 from ..launch.decode import DECODE, Geometry
@@ -33,6 +34,7 @@ _KINDS = {
     bool: "bool",
     str: "str",
     bool | None: "bool?",
+    NormFacts | None: "float[]?",
     typing.Any: "int[]?",  # a geometry
 }
 
@@ -52,6 +54,9 @@ def _runner(spec):
         """What an operator does to real tensors: an eager call."""
         if arguments["geometry"] is not None:
             arguments["geometry"] = Geometry(*arguments["geometry"])
+        if arguments["norm"] is not None:
+            eps, offset, *choices = arguments["norm"]
+            arguments["norm"] = NormFacts(eps, offset, *map(bool, choices))
         book.run(Append(**arguments))
 
     run.book = book
@@ -75,13 +80,13 @@ def append(function: str, call: Append) -> None:
     """
     given = dict(zip(Append._fields, call, strict=True))
     table = of_table(given["cos_sin_cache"], given["is_neox"], given["axis_map"])
-    given["cos_sin_cache"], given["is_neox"], axis_map = table
-    if function == "rope_append_prefill":
-        given["axis_map"] = axis_map
+    given["cos_sin_cache"], given["is_neox"], given["axis_map"] = table
     if given["k"] is None:
         given["k_cache"] = given["v_cache"] = None
     tensors = {name: given[name] for name in Append.ROLES if given[name] is not None}
     check_needs_no_grad(tensors)  # now, because compiled graphs run where autograd sees nothing
+    if given["norm"] is not None:
+        given["norm"] = [float(x) for x in given["norm"]]
     if given["geometry"] is not None:
         given["geometry"] = [int(x) for x in given["geometry"]]
     q_in_place = given["q_out"] is None or given["q_out"] is given["q"]

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .heads import load_angles, past_table
+from .norm import changed_rows, load_weights, normed_row
 from .rotation import (
     POSITION,
     copy_span,
@@ -21,7 +23,6 @@ from .rotation import (
     load_span,
     locate,
     report_faults,
-    rotate_pairs,
     row_pointers,
     steps,
     store_pairs,
@@ -37,32 +38,39 @@ EVICT = tl.constexpr("evict_last")
 
 @triton.jit
 def _q_tile(
-    block, group, q, q_out, cos_sin_ptr, positions_ptr, faults_ptr, num_tokens, max_position,
-    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, Q_OUT: tl.constexpr, REPORT: tl.constexpr,
-    ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr, FENCE: tl.constexpr,
+    block, group, q, q_out, cos_sin_ptr, positions, faults_ptr, num_tokens, max_position, weight_ptr, token_scale_ptr,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, Q_OUT: tl.constexpr,
+    REPORT: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ROUNDED: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, ALIGN_WEIGHT: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+    PREFETCH: tl.constexpr, FENCE: tl.constexpr,
 ):  # fmt: skip
+    CHANGES_TAIL: tl.constexpr = NORM > 0 or token_scale_ptr is not None
     token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH, H % BH == 0)
     src = _rows(q, token, head, ALIGN)
     dst = _rows(q_out, token, head, ALIGN)
-    if R > 0:
+    if R > 0 or CHANGES_TAIL:
         if not PREFETCH:
-            x1, x2 = load_pairs(src, ok, R, NEOX)
-        pos = load_per_token(positions_ptr, token, num_tokens, BT, EVICT)
+            pairs, tail = _load_row(src, ok, D, R, NEOX, CHANGES_TAIL)
+        pos = load_per_token(positions[0], token, num_tokens, BT, EVICT)
+        weights = load_weights(weight_ptr, head, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, EVICT)
+        scale = _load_scale(token_scale_ptr, token, num_tokens, BT)
         issue_loads(FENCE and not PREFETCH)
-        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT, EVICT)
+        angles, bad = _angles(cos_sin_ptr, positions, token, pos, head, num_tokens, max_position, R, AXES, ALIGN_TABLE, BT)
         if PREFETCH:
             gdc_wait()
-            x1, x2 = load_pairs(src, ok, R, NEOX)
-        y1, y2 = rotate_pairs(x1, x2, c, s, tl.float32)
-        rotated = turns(pos, max_position, head)
-        store_pairs(dst, ok & rotated, y1, y2, R, NEOX)
+            pairs, tail = _load_row(src, ok, D, R, NEOX, CHANGES_TAIL)
+        new_pairs, new_tail = changed_rows(
+            pairs, tail, angles, weights, scale, D, R, NORM, EPS, ROUNDED, weight_ptr is not None, token_scale_ptr is not None
+        )
+        changed = _turns(pos, bad, max_position, head, R, AXES)
+        _store_row(dst, ok & changed, new_pairs, new_tail, D, R, NEOX, CHANGES_TAIL)
         if Q_OUT:
-            store_pairs(dst, ok & (rotated == 0), x1, x2, R, NEOX)
-        if REPORT:
-            report_faults(faults_ptr, token, tl.where(pos >= max_position, POSITION, 0), pos, group, head, BT)
+            _store_row(dst, ok & (changed == 0), pairs, tail, D, R, NEOX, CHANGES_TAIL)
+        if REPORT and R > 0:
+            _report_positions(faults_ptr, token, pos, bad, max_position, group, head, AXES, BT)
     elif PREFETCH:
         gdc_wait()
-    if Q_OUT and R < D:
+    if Q_OUT and R < D and not CHANGES_TAIL:
         copy_span(src, dst, ok, ok, R, D - R)
 
 
@@ -81,70 +89,150 @@ def _slots(cache, page, offset, head, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def _load_row(row, ok, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, TAIL: tl.constexpr):
+    """((first members of pairs, second members), (unrotated tail,)) of rows. A tuple is empty where there is nothing to hold, and that
+    of the tail without TAIL."""
+    pairs = ()
+    tail = ()
+    if R > 0:
+        pairs = load_pairs(row, ok, R, NEOX)
+    if R < D and TAIL:
+        tail = (load_span(row, ok, R, D - R),)
+    return pairs, tail
+
+
+@triton.jit
+def _store_row(row, ok, pairs, tail, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, TAIL: tl.constexpr):
+    """The counterpart of `_load_row`."""
+    if R > 0:
+        store_pairs(row, ok, pairs[0], pairs[1], R, NEOX)
+    if R < D and TAIL:
+        store_span(row, ok, tail[0], R, D - R)
+
+
+@triton.jit
+def _load_scale(ptr, token, num_tokens, BT: tl.constexpr):
+    """(The scale of each token,), or an empty tuple without a pointer."""
+    scale = ()
+    if ptr is not None:
+        if BT == 1:
+            scale = (tl.load(ptr + token, eviction_policy=EVICT),)
+        else:
+            scale = (tl.load(ptr + token, mask=token < num_tokens, other=0.0, eviction_policy=EVICT),)
+    return scale
+
+
+@triton.jit
+def _angles(
+    cos_sin_ptr, positions, token, pos, head, num_tokens, max_position,
+    R: tl.constexpr, AXES: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """(cos, sin) of each row, empty without a rotation, and with several axes the first position that the table does not hold or −1.
+    `positions` is (pointer, stride of axes, axis map)."""
+    angles = ()
+    bad = pos
+    if R > 0 and AXES == 0:
+        angles = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT, EVICT)
+    elif R > 0:
+        ptr, stride_axis, axis_map_ptr = positions
+        valid = token < num_tokens
+        bad = past_table(ptr, token, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
+        angles = load_angles(
+            cos_sin_ptr, ptr, token, valid, pos, head, stride_axis, axis_map_ptr, max_position, R, AXES, ALIGN_TABLE, BT
+        )
+    return angles, bad
+
+
+@triton.jit
+def _turns(pos, bad, max_position, head, R: tl.constexpr, AXES: tl.constexpr):
+    """Whether a row is changed: it is no padding, and the table holds its position."""
+    if R == 0:
+        return pos + head * 0 >= 0
+    elif AXES == 0:
+        return turns(pos, max_position, head)
+    else:
+        return (pos + head * 0 >= 0) & (bad + head * 0 < 0)
+
+
+@triton.jit
+def _report_positions(faults_ptr, token, pos, bad, max_position, group, head, AXES: tl.constexpr, BT: tl.constexpr):
+    if AXES == 0:
+        report_faults(faults_ptr, token, tl.where(pos >= max_position, POSITION, 0), pos, group, head, BT)
+    else:
+        report_faults(faults_ptr, token, tl.where(bad >= 0, POSITION, 0), bad, group, head, BT)
+
+
+@triton.jit
 def _k_tile(
-    block, group, k, k_out, k_cache, cos_sin_ptr, positions_ptr, where, faults_ptr, num_tokens, max_position,
-    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
-    TOKENS_PER_REQUEST: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, K_OUT: tl.constexpr,
-    ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
-    PREFETCH: tl.constexpr, FENCE: tl.constexpr,
+    block, group, k, k_out, k_cache, cos_sin_ptr, positions, where, faults_ptr, num_tokens, max_position, weight_ptr,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr,
+    PAGE: tl.constexpr, TOKENS_PER_REQUEST: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, K_OUT: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ROUNDED: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr, ALIGN_TABLE: tl.constexpr, ALIGN_WEIGHT: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr, FENCE: tl.constexpr,
 ):  # fmt: skip
     token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH, H % BH == 0)
     src = _rows(k, token, head, ALIGN)
     out = _rows(k_out, token, head, ALIGN)
-    if R > 0 and not PREFETCH:
-        x1, x2 = load_pairs(src, ok, R, NEOX)
-    if R < D and not PREFETCH:
-        tail = load_span(src, ok, R, D - R)
-    pos = load_per_token(positions_ptr, token, num_tokens, BT, EVICT)
+    if not PREFETCH:
+        pairs, tail = _load_row(src, ok, D, R, NEOX, True)
+    pos = load_per_token(positions[0], token, num_tokens, BT, EVICT)
+    weights = load_weights(weight_ptr, head, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, EVICT)
     issue_loads(FENCE and not PREFETCH)
     page, offset, writes, kind, value = locate(
-        token, pos, where, num_tokens, max_position, R > 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, EVICT
-    )
+        token, pos, where, num_tokens, max_position, R > 0 and AXES == 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, EVICT
+    )  # fmt: skip
     slot = _slots(k_cache, page, offset, head, ALIGN_CACHE)
     live = ok & (head * 0 + writes > 0)
-    if R > 0:
-        c, s = load_cos_sin(cos_sin_ptr, pos, max_position, head, R, ALIGN_TABLE, BT, EVICT)
+    angles, bad = _angles(cos_sin_ptr, positions, token, pos, head, num_tokens, max_position, R, AXES, ALIGN_TABLE, BT)
+    if R > 0 and AXES > 0:
+        kind = tl.where(bad >= 0, POSITION, kind)
+        value = tl.where(bad >= 0, bad, value)
+        live = live & (bad + head * 0 < 0)
     if PREFETCH:
         gdc_wait()
-        if R > 0:
-            x1, x2 = load_pairs(src, ok, R, NEOX)
-        if R < D:
-            tail = load_span(src, ok, R, D - R)
-    if R > 0:
-        y1, y2 = rotate_pairs(x1, x2, c, s, tl.float32)
-        store_pairs(slot, live, y1, y2, R, NEOX)
-        if K_OUT:
-            rotated = turns(pos, max_position, head)
-            store_pairs(out, ok & rotated, y1, y2, R, NEOX)
-            store_pairs(out, ok & (rotated == 0), x1, x2, R, NEOX)
-    if R < D:
-        store_span(slot, live, tail, R, D - R)
-        if K_OUT:
-            store_span(out, ok, tail, R, D - R)
+        pairs, tail = _load_row(src, ok, D, R, NEOX, True)
+    new_pairs, new_tail = changed_rows(
+        pairs, tail, angles, weights, (), D, R, NORM, EPS, ROUNDED, weight_ptr is not None, False
+    )  # fmt: skip
+    _store_row(slot, live, new_pairs, new_tail, D, R, NEOX, True)
+    if K_OUT:
+        if R > 0 or NORM > 0:
+            changed = _turns(pos, bad, max_position, head, R, AXES)
+            _store_row(out, ok & changed, new_pairs, new_tail, D, R, NEOX, NORM > 0)
+            _store_row(out, ok & (changed == 0), pairs, tail, D, R, NEOX, NORM > 0)
+        if R < D and NORM == 0:
+            store_span(out, ok, tail[0], R, D - R)
     report_faults(faults_ptr, token, kind, value, group, head, BT)
 
 
 @triton.jit
 def _v_tile(
-    block, group, v, v_cache, positions_ptr, where, num_tokens, max_position,
-    H: tl.constexpr, DV: tl.constexpr, ROTARY: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
-    TOKENS_PER_REQUEST: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr,
+    block, group, v, v_cache, positions, where, num_tokens, max_position,
+    H: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+    TOKENS_PER_REQUEST: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, V_NORM: tl.constexpr, EPS: tl.constexpr,
     ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr, FENCE: tl.constexpr,
 ):  # fmt: skip
     token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH, H % BH == 0)
     src = _rows(v, token, head, ALIGN)
     if not PREFETCH:
         x = load_span(src, ok, 0, DV)
-    pos = load_per_token(positions_ptr, token, num_tokens, BT, EVICT)
+    pos = load_per_token(positions[0], token, num_tokens, BT, EVICT)
     issue_loads(FENCE and not PREFETCH)
     page, offset, writes, _kind, _value = locate(
-        token, pos, where, num_tokens, max_position, ROTARY, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, EVICT
-    )
+        token, pos, where, num_tokens, max_position, R > 0 and AXES == 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, EVICT
+    )  # fmt: skip
+    if R > 0 and AXES > 0:
+        ptr, stride_axis, axis_map_ptr = positions
+        bad = past_table(ptr, token, token < num_tokens, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
+        writes = tl.where(bad >= 0, 0, writes)
     slot = _slots(v_cache, page, offset, head, ALIGN_CACHE)
     if PREFETCH:
         gdc_wait()
         x = load_span(src, ok, 0, DV)
         issue_loads(FENCE)
+    if V_NORM:
+        x = normed_row(x, DV, EPS)
     store_span(slot, ok & (head * 0 + writes > 0), x, 0, DV)
 
 
@@ -186,21 +274,33 @@ def rope_append_decode_kernel(
     k_out_ptr,
     stride_ko_t,
     stride_ko_h,
+    q_weight_ptr,  # from here on: None, and no parameter at all, where there is none
+    k_weight_ptr,
+    q_token_scale_ptr,
+    axis_map_ptr,
+    stride_axis,
     HQ: tl.constexpr,  # query heads
     HKV: tl.constexpr,  # KV heads; 0: rotate Q only
     D: tl.constexpr,
     DV: tl.constexpr,
     R: tl.constexpr,  # rotary_dim; 0: NoPE
     NEOX: tl.constexpr,
+    AXES: tl.constexpr,  # rows of positions; 0: one, and no axis map
     PAGED: tl.constexpr,  # index is a block table, else a slot mapping
     PAGE: tl.constexpr,
     TOKENS_PER_REQUEST: tl.constexpr,
     OWN_CACHE_POSITIONS: tl.constexpr,
     Q_OUT: tl.constexpr,  # Q goes to its own tensor, so its unrotated tail is copied too
     K_OUT: tl.constexpr,
+    NORM: tl.constexpr,  # of q and k: 0 none, 1 before the rotation, 2 after it
+    V_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,  # added to the norm's weights
+    ROUNDED: tl.constexpr,  # to the dtype of q between norm and rotation
     ALIGN: tl.constexpr,  # bytes every row of q, k, v and the outputs is aligned to
     ALIGN_CACHE: tl.constexpr,  # the same of the caches
     ALIGN_TABLE: tl.constexpr,
+    ALIGN_WEIGHT: tl.constexpr,
     BTQ: tl.constexpr,
     BHQ: tl.constexpr,
     BTK: tl.constexpr,
@@ -221,13 +321,15 @@ def rope_append_decode_kernel(
     NQ: tl.constexpr = (HQ + BHQ - 1) // BHQ
     NK: tl.constexpr = (HKV + BHK - 1) // BHK
     pid = tl.program_id(0)
+    positions = (positions_ptr, stride_axis, axis_map_ptr)
     where = (cache_positions_ptr, index_ptr, index_len, stride_index, num_pages)
     q_tiles = ((num_tokens + BTQ - 1) // BTQ) * NQ
     if HKV == 0 or pid < q_tiles:
         _q_tile(
             pid // NQ, pid % NQ, (q_ptr, stride_q_t, stride_q_h), (q_out_ptr, stride_qo_t, stride_qo_h),
-            cos_sin_ptr, positions_ptr, faults_ptr, num_tokens, max_position,
-            HQ, D, R, NEOX, Q_OUT, HKV == 0, ALIGN, ALIGN_TABLE, BTQ, BHQ, PREFETCH, FENCE,
+            cos_sin_ptr, positions, faults_ptr, num_tokens, max_position, q_weight_ptr, q_token_scale_ptr,
+            HQ, D, R, NEOX, AXES, Q_OUT, HKV == 0, NORM, EPS, WEIGHT_OFFSET, ROUNDED,
+            ALIGN, ALIGN_TABLE, ALIGN_WEIGHT, BTQ, BHQ, PREFETCH, FENCE,
         )  # fmt: skip
     else:
         k_tiles = ((num_tokens + BTK - 1) // BTK) * NK
@@ -236,15 +338,16 @@ def rope_append_decode_kernel(
             _k_tile(
                 tile // NK, tile % NK, (k_ptr, stride_k_t, stride_k_h), (k_out_ptr, stride_ko_t, stride_ko_h),
                 (k_cache_ptr, stride_kc_p, stride_kc_t, stride_kc_h),
-                cos_sin_ptr, positions_ptr, where, faults_ptr, num_tokens, max_position,
-                HKV, D, R, NEOX, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, K_OUT,
-                ALIGN, ALIGN_CACHE, ALIGN_TABLE, BTK, BHK, PREFETCH, FENCE,
+                cos_sin_ptr, positions, where, faults_ptr, num_tokens, max_position, k_weight_ptr,
+                HKV, D, R, NEOX, AXES, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, K_OUT,
+                NORM, EPS, WEIGHT_OFFSET, ROUNDED,
+                ALIGN, ALIGN_CACHE, ALIGN_TABLE, ALIGN_WEIGHT, BTK, BHK, PREFETCH, FENCE,
             )  # fmt: skip
         else:
             tile -= k_tiles
             _v_tile(
                 tile // NK, tile % NK, (v_ptr, stride_v_t, stride_v_h), (v_cache_ptr, stride_vc_p, stride_vc_t, stride_vc_h),
-                positions_ptr, where, num_tokens, max_position,
-                HKV, DV, R > 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS,
+                positions, where, num_tokens, max_position,
+                HKV, DV, R, AXES, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, V_NORM, EPS,
                 ALIGN, ALIGN_CACHE, BTK, BHK, PREFETCH, FENCE,
             )  # fmt: skip

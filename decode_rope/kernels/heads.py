@@ -6,12 +6,12 @@ A program issues the loads of all its heads before anything waits, and reads the
 import triton
 import triton.language as tl
 
+from .norm import changed_rows
 from .rotation import (
     load_cos_sin,
     load_pairs,
     load_span,
     power_of_two,
-    rotate_pairs,
     row_pointers,
     store_pairs,
     store_span,
@@ -46,31 +46,53 @@ def load_heads(
 
 @triton.jit
 def store_heads(
-    ptr, base, stride_h, turned, turn, pairs, tails, block, group, num_tokens,
+    ptr, base, stride_h, new, turn, pairs, tails, block, group, num_tokens,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, OUT: tl.constexpr, TAIL: tl.constexpr,
     ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr = False,
+    CHANGES_TAIL: tl.constexpr = False,
 ):  # fmt: skip
-    """What `load_heads` reads, written to memory laid out alike: turned in the rows that `turn`. The others keep
-    the bits they have there; with OUT, where they have none yet, they get `pairs`."""
+    """What `load_heads` reads, written to memory laid out alike: `new`, (pairs, tails), in the rows that `turn`. The others keep the
+    bits they have there; with OUT, where they have none yet, they get `pairs` and `tails`."""
+    new_pairs, new_tails = new
     for i in tl.static_range(LOOP):
         _token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
         row = row_pointers(ptr, base + head * stride_h, ALIGN)
         if R > 0:
-            # Two masked stores, for a select after rounding costs the packed conversions to bf16.
-            store_pairs(row, ok & turn, turned[i][0], turned[i][1], R, NEOX, STREAM, WHOLE)
+            # Two masked stores, because a select after rounding costs the packed conversions to bf16.
+            store_pairs(row, ok & turn, new_pairs[i][0], new_pairs[i][1], R, NEOX, STREAM, WHOLE)
             if OUT:
                 store_pairs(row, ok & (turn == 0), pairs[i][0], pairs[i][1], R, NEOX, STREAM, WHOLE)
-        if TAIL:
+        if TAIL and CHANGES_TAIL:
+            store_span(row, ok & turn, new_tails[i], R, D - R, STREAM)
+            if OUT:
+                store_span(row, ok & (turn == 0), tails[i], R, D - R, STREAM)
+        elif TAIL:
             store_span(row, ok, tails[i], R, D - R, STREAM)
 
 
 @triton.jit
-def rotate_heads(pairs, c, s, dtype: tl.constexpr, LOOP: tl.constexpr):
-    """All pairs turned, and rounded to `dtype`."""
-    turned = ()
+def change_heads(
+    pairs, tails, angles, weights, scale, D: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+    ROUNDED: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, dtype: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """`changed_rows` for every group of heads that `load_heads` read: (pairs, tails)."""
+    new_pairs = ()
+    new_tails = ()
     for i in tl.static_range(LOOP):
-        turned += (rotate_pairs(pairs[i][0], pairs[i][1], c, s, dtype),)
-    return turned
+        row = ()
+        tail = ()
+        if R > 0:
+            row = pairs[i]
+        if R < D and (NORM > 0 or SCALED):
+            tail = (tails[i],)
+        row, tail = changed_rows(row, tail, angles, weights, scale, D, R, NORM, EPS, ROUNDED, WEIGHTED, SCALED, dtype)
+        if R > 0:
+            new_pairs += (row,)
+        if R < D and (NORM > 0 or SCALED):
+            new_tails += tail
+    if NORM == 0 and not SCALED:
+        new_tails = tails
+    return new_pairs, new_tails
 
 
 @triton.jit

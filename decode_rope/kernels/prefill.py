@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .heads import STREAM, load_angles, load_heads, past_table, rotate_heads, store_heads
-from .rotation import POSITION, kernel, locate, report_faults, row_pointers, store_pairs, store_span, tile_rows
+from .heads import STREAM, change_heads, load_angles, load_heads, past_table, store_heads
+from .norm import load_weights
+from .rotation import NORMAL, POSITION, kernel, locate, report_faults, row_pointers, store_pairs, store_span, tile_rows
 
 
 @triton.jit
@@ -69,9 +70,7 @@ def _store_rows(
     """Write LOOP groups of heads to the slots of their tokens, which are in `request` (one for all, or one a
     row)."""
     token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
-    page, offset, writes, kind, value = _slots(
-        request, token, pos, bad, where, num_tokens, PAGED, PAGE, OWN_CACHE_POSITIONS, BT
-    )
+    page, offset, writes, kind, value = _slots(request, token, pos, bad, where, num_tokens, PAGED, PAGE, OWN_CACHE_POSITIONS, BT)
     cache_ptr, stride_p, stride_t, stride_h = cache
     slot = page * stride_p + offset * stride_t
     for i in tl.static_range(LOOP):
@@ -133,46 +132,60 @@ def _bounds(cu_seqlens_ptr, request, num_requests):
 @triton.jit
 def _rotate_tile(
     block, group, rows, out, cos_sin_ptr, positions, cu_seqlens_ptr, faults_ptr, num_tokens, max_position, num_requests,
+    weight_ptr, token_scale_ptr,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, RAGGED: tl.constexpr,
-    OUT: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr,
+    OUT: tl.constexpr, REPORT: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
+    ROUNDED: tl.constexpr, ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, ALIGN_WEIGHT: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Rows of Q, or of K without a cache. `rows`, `out`: (pointer, stride of tokens, stride of heads); `positions`: (pointer, stride
     of axes, axis map)."""
+    SCALED: tl.constexpr = token_scale_ptr is not None
+    CHANGES_TAIL: tl.constexpr = NORM > 0 or SCALED
     positions_ptr, stride_axis, axis_map_ptr = positions
     src_ptr, stride_t, stride_h = rows
     out_ptr, stride_out_t, stride_out_h = out
     token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
-    TAIL: tl.constexpr = OUT and R < D
+    TAIL: tl.constexpr = R < D and (OUT or CHANGES_TAIL)
     pairs, tails = load_heads(
         src_ptr, token * stride_t, stride_h, block, group, num_tokens, H, D, R, NEOX, TAIL, ALIGN, BT, BH, LOOP, WHOLE
     )
-    turned = pairs
+    new = (pairs, tails)
     turn = ok
-    if R > 0:
+    if R > 0 or CHANGES_TAIL:
         pos, valid = _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requests, RAGGED)
         bad = past_table(positions_ptr, token, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
-        c, s = load_angles(
-            cos_sin_ptr, positions_ptr, token, valid, pos, head, stride_axis, axis_map_ptr, max_position,
-            R, AXES, ALIGN_TABLE, BT,
+        angles = ()
+        if R > 0:
+            angles = load_angles(
+                cos_sin_ptr, positions_ptr, token, valid, pos, head, stride_axis, axis_map_ptr, max_position,
+                R, AXES, ALIGN_TABLE, BT,
+            )  # fmt: skip
+        weights = load_weights(weight_ptr, head, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, NORMAL)
+        scale = ()
+        if SCALED:
+            scale = (tl.load(token_scale_ptr + token, mask=valid, other=0.0),)
+        new = change_heads(
+            pairs, tails, angles, weights, scale, D, R, NORM, EPS, ROUNDED, weight_ptr is not None, SCALED,
+            out_ptr.dtype.element_ty, LOOP,
         )  # fmt: skip
-        turned = rotate_heads(pairs, c, s, out_ptr.dtype.element_ty, LOOP)
         turn = (pos >= 0) & (bad < 0)
-        if REPORT:
+        if REPORT and R > 0:
             report_faults(faults_ptr, token, tl.where(bad >= 0, POSITION, 0), bad, group, head, BT)
     store_heads(
-        out_ptr, token * stride_out_t, stride_out_h, turned, turn, pairs, tails, block, group, num_tokens,
-        H, D, R, NEOX, OUT, TAIL, ALIGN, BT, BH, LOOP, WHOLE,
+        out_ptr, token * stride_out_t, stride_out_h, new, turn, pairs, tails, block, group, num_tokens,
+        H, D, R, NEOX, OUT, TAIL, ALIGN, BT, BH, LOOP, WHOLE, CHANGES_TAIL,
     )  # fmt: skip
 
 
 @triton.jit
 def _k_tile(
     block, group, k, k_out, k_cache, cos_sin_ptr, positions, where, cu_seqlens_ptr, faults_ptr,
-    num_tokens, max_position, tokens_per_request, num_requests,
+    num_tokens, max_position, tokens_per_request, num_requests, weight_ptr,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr,
     PAGE: tl.constexpr, RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, K_OUT: tl.constexpr,
-    ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr, ALIGN_TABLE: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ROUNDED: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr, ALIGN_TABLE: tl.constexpr, ALIGN_WEIGHT: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     positions_ptr, stride_axis, axis_map_ptr = positions
@@ -183,21 +196,24 @@ def _k_tile(
     )
     pos, valid = _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requests, RAGGED)
     bad = past_table(positions_ptr, token, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
-    turned = pairs
+    angles = ()
     if R > 0:
-        c, s = load_angles(
+        angles = load_angles(
             cos_sin_ptr, positions_ptr, token, valid, pos, head, stride_axis, axis_map_ptr, max_position,
             R, AXES, ALIGN_TABLE, BT,
         )  # fmt: skip
-        turned = rotate_heads(pairs, c, s, k_ptr.dtype.element_ty, LOOP)
+    weights = load_weights(weight_ptr, head, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, NORMAL)
+    new = change_heads(
+        pairs, tails, angles, weights, (), D, R, NORM, EPS, ROUNDED, weight_ptr is not None, False, k_ptr.dtype.element_ty, LOOP
+    )  # fmt: skip
     if K_OUT:
         out_ptr, stride_out_t, stride_out_h = k_out
         store_heads(
-            out_ptr, token * stride_out_t, stride_out_h, turned, (pos >= 0) & (bad < 0), pairs, tails, block, group, num_tokens,
-            H, D, R, NEOX, True, R < D, ALIGN, BT, BH, LOOP, WHOLE,
+            out_ptr, token * stride_out_t, stride_out_h, new, (pos >= 0) & (bad < 0), pairs, tails, block, group, num_tokens,
+            H, D, R, NEOX, True, R < D, ALIGN, BT, BH, LOOP, WHOLE, NORM > 0,
         )  # fmt: skip
     _store(
-        block, group, turned, tails, pos, bad, k_cache, where, cu_seqlens_ptr, faults_ptr,
+        block, group, new[0], new[1], pos, bad, k_cache, where, cu_seqlens_ptr, faults_ptr,
         num_tokens, tokens_per_request, num_requests,
         H, D, R, NEOX, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, True, ALIGN_CACHE, BT, BH, LOOP, WHOLE,
     )  # fmt: skip
@@ -208,7 +224,7 @@ def _v_tile(
     block, group, v, v_cache, positions, where, cu_seqlens_ptr, faults_ptr,
     num_tokens, max_position, tokens_per_request, num_requests,
     H: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
-    RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr,
+    RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, V_NORM: tl.constexpr, EPS: tl.constexpr,
     ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     positions_ptr, stride_axis, axis_map_ptr = positions
@@ -217,6 +233,8 @@ def _v_tile(
     pairs, rows = load_heads(v_ptr, token * stride_t, stride_h, block, group, num_tokens, H, DV, 0, True, True, ALIGN, BT, BH, LOOP)
     pos, valid = _padded_positions(positions_ptr, cu_seqlens_ptr, token, num_tokens, num_requests, RAGGED)
     bad = past_table(positions_ptr, token, valid, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
+    if V_NORM:
+        pairs, rows = change_heads(pairs, rows, (), ((), ()), (), DV, 0, 1, EPS, False, False, False, tl.float32, LOOP)
     _store(
         block, group, pairs, rows, pos, bad, v_cache, where, cu_seqlens_ptr, faults_ptr,
         num_tokens, tokens_per_request, num_requests,
@@ -264,6 +282,9 @@ def rope_append_prefill_kernel(
     stride_vc_p: tl.int64,
     stride_vc_t: tl.int64,
     stride_vc_h: tl.int64,
+    q_weight_ptr,  # from here on: None, and no parameter at all, where there is none
+    k_weight_ptr,
+    q_token_scale_ptr,
     HQ: tl.constexpr,  # query heads
     HKV: tl.constexpr,  # KV heads; 0: rotate Q only
     D: tl.constexpr,
@@ -278,9 +299,15 @@ def rope_append_prefill_kernel(
     OWN_CACHE_POSITIONS: tl.constexpr,
     Q_OUT: tl.constexpr,  # Q goes to its own tensor, so its unrotated tail is copied too
     K_OUT: tl.constexpr,
+    NORM: tl.constexpr,  # of q and k: 0 none, 1 before the rotation, 2 after it
+    V_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,  # added to the norm's weights
+    ROUNDED: tl.constexpr,  # to the dtype of q between norm and rotation
     ALIGN: tl.constexpr,  # bytes every row of q, k, v and the outputs is aligned to
     ALIGN_CACHE: tl.constexpr,  # the same of the caches
     ALIGN_TABLE: tl.constexpr,
+    ALIGN_WEIGHT: tl.constexpr,
     BTQ: tl.constexpr,
     BHQ: tl.constexpr,
     LOOPQ: tl.constexpr,
@@ -297,8 +324,9 @@ def rope_append_prefill_kernel(
     NQ: tl.constexpr = (HQ + BHQ * LOOPQ - 1) // (BHQ * LOOPQ)
     NK: tl.constexpr = (HKV + BHK * LOOPK - 1) // (BHK * LOOPK)
     STRETCH: tl.constexpr = max(BTQ, BTK)
-    # Without a rotation Q in place stays as it is, and gets no programs: an H200 starts 0.8 a nanosecond, empty or not.
-    Q_TILES: tl.constexpr = STRETCH // BTQ * NQ if R > 0 or Q_OUT or HKV == 0 else 0
+    # Q that stays as it is in place gets no programs: an H200 starts 0.8 a nanosecond, empty or not.
+    Q_MOVES: tl.constexpr = R > 0 or NORM > 0 or q_token_scale_ptr is not None or Q_OUT or HKV == 0
+    Q_TILES: tl.constexpr = STRETCH // BTQ * NQ if Q_MOVES else 0
     K_TILES: tl.constexpr = STRETCH // BTK * NK
     V_TILES: tl.constexpr = K_TILES if CACHE else 0
     pid = tl.program_id(0)
@@ -311,22 +339,24 @@ def rope_append_prefill_kernel(
     if HKV == 0 or tile < Q_TILES:
         _rotate_tile(
             stretch * (STRETCH // BTQ) + tile // NQ, tile % NQ, (q_ptr, stride_q_t, stride_q_h), (q_out_ptr, stride_qo_t, stride_qo_h),
-            cos_sin_ptr, positions, cu_seqlens_ptr, faults_ptr, num_tokens, max_position, num_requests,
-            HQ, D, R, NEOX, AXES, RAGGED, Q_OUT, HKV == 0, ALIGN, ALIGN_TABLE, BTQ, BHQ, LOOPQ, WHOLE,
+            cos_sin_ptr, positions, cu_seqlens_ptr, faults_ptr, num_tokens, max_position, num_requests, q_weight_ptr, q_token_scale_ptr,
+            HQ, D, R, NEOX, AXES, RAGGED, Q_OUT, HKV == 0, NORM, EPS, WEIGHT_OFFSET, ROUNDED,
+            ALIGN, ALIGN_TABLE, ALIGN_WEIGHT, BTQ, BHQ, LOOPQ, WHOLE,
         )  # fmt: skip
     elif not CACHE:
         _rotate_tile(
             stretch * (STRETCH // BTK) + (tile - Q_TILES) // NK, (tile - Q_TILES) % NK, k, k_out,
-            cos_sin_ptr, positions, cu_seqlens_ptr, faults_ptr, num_tokens, max_position, num_requests,
-            HKV, D, R, NEOX, AXES, RAGGED, True, True, ALIGN, ALIGN_TABLE, BTK, BHK, LOOPK, WHOLE,
+            cos_sin_ptr, positions, cu_seqlens_ptr, faults_ptr, num_tokens, max_position, num_requests, k_weight_ptr, None,
+            HKV, D, R, NEOX, AXES, RAGGED, True, True, NORM, EPS, WEIGHT_OFFSET, ROUNDED,
+            ALIGN, ALIGN_TABLE, ALIGN_WEIGHT, BTK, BHK, LOOPK, WHOLE,
         )  # fmt: skip
     elif tile < Q_TILES + K_TILES:
         _k_tile(
             stretch * (STRETCH // BTK) + (tile - Q_TILES) // NK, (tile - Q_TILES) % NK, k, k_out,
             (k_cache_ptr, stride_kc_p, stride_kc_t, stride_kc_h), cos_sin_ptr, positions, where, cu_seqlens_ptr, faults_ptr,
-            num_tokens, max_position, tokens_per_request, num_requests,
-            HKV, D, R, NEOX, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, K_OUT,
-            ALIGN, ALIGN_CACHE, ALIGN_TABLE, BTK, BHK, LOOPK, WHOLE,
+            num_tokens, max_position, tokens_per_request, num_requests, k_weight_ptr,
+            HKV, D, R, NEOX, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, K_OUT, NORM, EPS, WEIGHT_OFFSET, ROUNDED,
+            ALIGN, ALIGN_CACHE, ALIGN_TABLE, ALIGN_WEIGHT, BTK, BHK, LOOPK, WHOLE,
         )  # fmt: skip
     else:
         tile -= Q_TILES + K_TILES
@@ -334,5 +364,5 @@ def rope_append_prefill_kernel(
             stretch * (STRETCH // BTK) + tile // NK, tile % NK, (v_ptr, stride_v_t, stride_v_h),
             (v_cache_ptr, stride_vc_p, stride_vc_t, stride_vc_h), positions, where, cu_seqlens_ptr, faults_ptr,
             num_tokens, max_position, tokens_per_request, num_requests,
-            HKV, DV, R, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, ALIGN, ALIGN_CACHE, BTK, BHK, LOOPK,
+            HKV, DV, R, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, V_NORM, EPS, ALIGN, ALIGN_CACHE, BTK, BHK, LOOPK,
         )  # fmt: skip

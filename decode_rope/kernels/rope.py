@@ -6,7 +6,7 @@ A program takes BT tokens of LOOP groups of BH heads; a token is a (batch, place
 
 import triton.language as tl
 
-from .heads import load_angles, load_heads, past_table, rotate_heads, store_heads
+from .heads import change_heads, load_angles, load_heads, past_table, store_heads
 from .rotation import POSITION, kernel, report_faults, tile_rows
 
 
@@ -69,9 +69,9 @@ def apply_rope_kernel(
     )
     if INVERSE:
         s = -s
-    turned = rotate_heads(pairs, c, s, out_ptr.dtype.element_ty, LOOP)
+    new = change_heads(pairs, tails, (c, s), ((), ()), (), D, R, 0, 0.0, False, False, False, out_ptr.dtype.element_ty, LOOP)
     store_heads(
-        out_ptr, b * stride_out_b + place * stride_out_s, stride_out_h, turned, (pos >= 0) & (bad < 0), pairs, tails,
+        out_ptr, b * stride_out_b + place * stride_out_s, stride_out_h, new, (pos >= 0) & (bad < 0), pairs, tails,
         block, group, num_tokens, H, D, R, NEOX, OUT, TAIL, ALIGN, BT, BH, LOOP,
     )  # fmt: skip
     if REPORT and POSITIONS:

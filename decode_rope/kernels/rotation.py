@@ -36,7 +36,7 @@ def power_of_two(n):
 
 
 @triton.constexpr_function
-def _log2(n):
+def log2(n):
     return n.bit_length() - 1
 
 
@@ -46,7 +46,7 @@ def divide(x, DIVISOR: tl.constexpr):
     columns, which the checks keep below 2^63 // DIVISOR."""
     u = x.to(tl.uint64, bitcast=True)
     if DIVISOR & (DIVISOR - 1) == 0:
-        SHIFT: tl.constexpr = _log2(DIVISOR)
+        SHIFT: tl.constexpr = log2(DIVISOR)
         return (u >> SHIFT).to(tl.int64, bitcast=True), (u & (DIVISOR - 1)).to(tl.int64, bitcast=True)
     else:
         return (u // DIVISOR).to(tl.int64, bitcast=True), (u % DIVISOR).to(tl.int64, bitcast=True)
@@ -118,11 +118,12 @@ def widen(x):
 
 @triton.jit
 def load_pairs(
-    row_ptr, row_ok, R: tl.constexpr, NEOX: tl.constexpr, STREAM: tl.constexpr = False, WHOLE: tl.constexpr = False
+    row_ptr, row_ok, R: tl.constexpr, NEOX: tl.constexpr, STREAM: tl.constexpr = False, WHOLE: tl.constexpr = False,
+    EVICT: tl.constexpr = NORMAL,
 ):  # fmt: skip
     """The two members of every rotated pair, each `[ROWS, power_of_two(R/2)]`. STREAM, here and below: more bytes go by than a
     cache holds. WHOLE: take NeoX rows in one piece, whose halves then meet through shuffles; R is a power of two."""
-    FIRST_OUT: tl.constexpr = "evict_first" if STREAM else ""
+    FIRST_OUT: tl.constexpr = "evict_first" if STREAM else EVICT
     HALF: tl.constexpr = R // 2
     P: tl.constexpr = power_of_two(HALF)
     if NEOX and WHOLE:
@@ -167,15 +168,19 @@ def store_pairs(
 
 
 @triton.jit
-def load_span(row_ptr, row_ok, START: tl.constexpr, N: tl.constexpr, STREAM: tl.constexpr = False):
+def load_span(
+    row_ptr, row_ok, START: tl.constexpr, N: tl.constexpr, STREAM: tl.constexpr = False, EVICT: tl.constexpr = NORMAL
+):  # fmt: skip
     """Elements START … START + N of every row, `[ROWS, power_of_two(N)]`, in their own dtype."""
     d = tl.arange(0, power_of_two(N))[None, :]
-    FIRST_OUT: tl.constexpr = "evict_first" if STREAM else ""
+    FIRST_OUT: tl.constexpr = "evict_first" if STREAM else EVICT
     return tl.load(row_ptr + START + d, mask=row_ok & (d < N), other=0.0, eviction_policy=FIRST_OUT)
 
 
 @triton.jit
 def store_span(row_ptr, row_ok, x, START: tl.constexpr, N: tl.constexpr, STREAM: tl.constexpr = False):
+    """Elements in fp32, or of the row's dtype already, to the places that `load_span` reads; rounded once."""
+    x = round_to(x, row_ptr.dtype.element_ty)
     MODIFIER: tl.constexpr = ".cs" if STREAM else ""
     d = tl.arange(0, power_of_two(N))[None, :]
     tl.store(row_ptr + START + d, x, mask=row_ok & (d < N), cache_modifier=MODIFIER)

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from ..append.arguments import Append
+from ..append.arguments import Append, absent_parameters
 from ..append.faults import fault_buffer
 from ..append.layout import append_steps, cache_view, index_shape, lowest_bit
+from ..append.norm import QKNorm
 
 UNBOUNDED = 2**31 - 1  # as a number of positions, where nothing looks at it
 _WIDEST = 16  # bytes of one access
@@ -18,8 +19,11 @@ class Alignment:
         self._steps = append_steps(call)
         self.rows, self.caches = self._most(call.q), self._most(call.k_cache if call.writes_cache else call.q)
         self.table = lowest_bit(4 * _rotary_dim(call) | _WIDEST)
+        itemsizes = [w.element_size() for w in (call.q_weight, call.k_weight) if w is not None]
+        self.weights = min((lowest_bit(call.q.shape[2] * size | _WIDEST) for size in itemsizes), default=None)
         self.holds = aligned and self._strides_fit(call)
         if not self.holds:
+            self.weights = min(itemsizes, default=None)
             self.rows = call.q.element_size()
             self.caches = call.k_cache.element_size() if call.writes_cache else self.rows
             self.table = 4
@@ -54,9 +58,26 @@ def append_facts(call: Append, alignment: Alignment) -> dict[str, Any]:
         "OWN_CACHE_POSITIONS": call.cache_positions is not None,
         "Q_OUT": call.q_out is not None,
         "K_OUT": call.k_out is not None,
+        "AXES": num_axes(call),
+        **norm_facts(call),
+        **absent_parameters(call),
         "ALIGN": alignment.rows,
         "ALIGN_CACHE": alignment.caches,
         "ALIGN_TABLE": alignment.table,
+        "ALIGN_WEIGHT": alignment.weights,
+    }
+
+
+def norm_facts(call: Append) -> dict[str, Any]:
+    norm = call.norm
+    if norm is None:
+        return {"NORM": 0, "V_NORM": False, "EPS": 0.0, "WEIGHT_OFFSET": 0.0, "ROUNDED": False}
+    return {
+        "NORM": 2 if norm.after else 1,
+        "V_NORM": norm.v_norm,
+        "EPS": norm.eps,
+        "WEIGHT_OFFSET": norm.weight_offset,
+        "ROUNDED": norm.rounded,
     }
 
 
@@ -73,6 +94,11 @@ def append_integers(call: Append) -> dict[str, int]:
     }
 
 
+def num_axes(call: Append) -> int:
+    """Rows of positions; 0 where they have one dimension."""
+    return call.positions.shape[0] if call.positions.dim() == 2 else 0
+
+
 def num_kv_heads(call: Append) -> int:
     """Heads of k; 0 where only q rotates."""
     return 0 if call.k is None else call.k.shape[1]
@@ -84,6 +110,10 @@ def _rotary_dim(call: Append) -> int:
 
 def reference_arguments(call: Append) -> dict[str, Any]:
     """What the reference is given for a call."""
-    launch_only = ("metadata_ready", "geometry")
-    arguments = {name: value for name, value in zip(Append._fields, call, strict=True) if name not in launch_only}
-    return {**arguments, "faults": fault_buffer(call.q.device)}
+    others = ("q_weight", "k_weight", "norm", "metadata_ready", "geometry")
+    arguments = {name: value for name, value in zip(Append._fields, call, strict=True) if name not in others}
+    norm = None
+    if call.norm is not None:
+        eps, offset, after, v_norm, rounded = call.norm
+        norm = QKNorm(call.q_weight, call.k_weight, eps, offset, "after" if after else "before", v_norm, rounded)
+    return {**arguments, "norm": norm, "faults": fault_buffer(call.q.device)}

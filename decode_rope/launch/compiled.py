@@ -20,7 +20,7 @@ class Compiled:
     """One compiled kernel on one device.
 
     Attributes:
-        facts: the kernel's compile-time parameters by name.
+        facts: the kernel's compile-time parameters by name, among them pointers that are None.
         parameters: the names of its other parameters, in its own order.
         wide: those of its integers that have 64 bits because a value needs them.
         options: Triton's compile options.
@@ -46,9 +46,9 @@ class Compiled:
 
     def _load(self, dtypes: dict) -> None:
         # Triton gives integers the bits that their values need.
-        given = [dtypes.get(name, 2**32 if name in self.wide else 1) for name in self.parameters]
+        given = {name: dtypes.get(name, 2**32 if name in self.wide else 1) for name in self.parameters}
         with torch.cuda.device(self.device):
-            self.binary = self.kernel.warmup(*given, **self.facts, **self.options, grid=(1,))
+            self.binary = self.kernel.warmup(**given, **self.facts, **self.options, grid=(1,))
             _ = self.binary.run  # reading it loads the module
         self.function, self.shared = self.binary.function, self.binary.metadata.shared
         if DIRECT and driver.available():
@@ -58,7 +58,7 @@ class Compiled:
     def launch_jit(self, grid: int, values: dict) -> None:
         """Launch through `kernel[grid]`, on the current stream of the current device. `values`: parameters by name, tensors for
         pointers."""
-        self.kernel[(grid,)](*[values[name] for name in self.parameters], **self.facts, **self.options)
+        self.kernel[(grid,)](**{name: values[name] for name in self.parameters}, **self.facts, **self.options)
 
     def pack(self, grid: int, stream: int, values: dict, carveout: int) -> tuple:
         """The launch in the driver's form. `values`: parameters by name, addresses for pointers."""

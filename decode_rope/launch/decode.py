@@ -107,8 +107,13 @@ def _values(call: Append, device: torch.device, aligned: bool) -> Values:
         "PREFETCH": pdl > 0 and call.metadata_ready,
         "FENCE": not INTERPRETED and torch.version.hip is None,
     }
+    integers = append_integers(call)
+    if facts["AXES"]:
+        integers["stride_axis"] = call.positions.stride(0)
+    else:
+        facts |= {"axis_map_ptr": None, "stride_axis": None}
     grid = geometry.programs(num_tokens, num_q_heads, num_kv_heads(call))
-    return Values(facts, append_integers(call), grid, geometry.num_warps, geometry.carveout)
+    return Values(facts, integers, grid, geometry.num_warps, geometry.carveout)
 
 
 def _check(call: Append) -> None:
@@ -118,7 +123,8 @@ def _check(call: Append) -> None:
 
 def _reference(call: Append) -> None:
     arguments = reference_arguments(call)
-    reference.rope_append_decode(**{name: value for name, value in arguments.items() if name not in ("cu_seqlens_q", "axis_map")})
+    del arguments["cu_seqlens_q"]  # which a decode step does not have
+    reference.rope_append_decode(**arguments)
 
 
 DECODE = Spec(rope_append_decode_kernel, _values, _check, _reference)

@@ -5,7 +5,7 @@ import inspect
 import torch
 from torch import Tensor
 
-from ..append.arguments import ALIGNED_BY, CACHE, INDEX, ROW, Record, given_tensors, kernel_tensors
+from ..append.arguments import ALIGNED_BY, CACHE, ROW, TABLE, Record, given_tensors, kernel_tensors
 from ..append.faults import fault_buffer
 from ..append.layout import span
 from . import driver
@@ -56,11 +56,11 @@ class Plan:
         self._alignments = [
             (role.parameter, values.facts[ALIGNED_BY[role.kind]] - 1)
             for role in roles.values()
-            if ALIGNED_BY.get(role.kind) in values.facts
+            if values.facts.get(ALIGNED_BY.get(role.kind)) is not None and role.parameter not in values.facts
         ]
         self._groups = [[role.parameter for role in roles.values() if role.kind == kind] for kind in (ROW, CACHE)]
         self._ranges = [
-            (roles[name].parameter, end - start, min(roles[name].kind, INDEX - 1))
+            (roles[name].parameter, end - start, min(roles[name].kind, TABLE))
             for name, (start, end) in ((name, span(x)) for name, x in given_tensors(call).items())
         ]
         self._known: set[tuple] = set()

@@ -83,9 +83,7 @@ def _values(call: Append, device: torch.device, aligned: bool) -> Values:
     whole = alignment.holds and only_appends and takes_whole_rows(facts["R"], itemsize, alignment.rows)
     sizes = (num_q_heads, num_kv_heads(call), head_dim, facts["R"], itemsize)
     geometry = call.geometry or prefill_geometry(*sizes, alignment.holds, whole)
-    multi = call.positions.dim() == 2
     facts |= {
-        "AXES": call.positions.shape[0] if multi else 0,
         "CACHE": call.writes_cache,
         "DV": call.v.shape[2] if call.writes_cache else head_dim,
         "RAGGED": call.cu_seqlens_q is not None,
@@ -102,9 +100,10 @@ def _values(call: Append, device: torch.device, aligned: bool) -> Values:
         **append_integers(call),
         "tokens_per_request": call.tokens_per_request,
         "num_requests": 0 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1,
-        "stride_axis": call.positions.stride(0) if multi else 0,
+        "stride_axis": call.positions.stride(0) if facts["AXES"] else 0,
     }
-    moved_q_heads = num_q_heads if facts["R"] or facts["Q_OUT"] or not num_kv_heads(call) else 0
+    changes_q = facts["R"] or facts["NORM"] or call.q_token_scale is not None
+    moved_q_heads = num_q_heads if changes_q or facts["Q_OUT"] or not num_kv_heads(call) else 0
     grid = geometry.programs(num_tokens, moved_q_heads, num_kv_heads(call), facts["CACHE"])
     return Values(facts, integers, grid, geometry.num_warps)
 
