@@ -63,8 +63,8 @@ def rope_append_decode(
         v_cache: likewise with Dv, with strides of its own.
         cos_sin_cache: fp32 `[max_position, R]`, cosines then sines, contiguous, R even and at most D (the first R elements of a
             head rotate); or a `RopeTable`, whose own pairing then holds; or None: nothing rotates (NoPE), K and V are written.
-        positions: `[T]` int32 or int64, in tokens. Row of the table, and by default the place in the sequence. Or `[axes, T]` with an
-            axis map, as in `rope_append_prefill`.
+        positions: `[T]` int32 or int64, in tokens. Row of the table, and by default the place in the sequence. Or `[axes, T]` with
+            an axis map, as in `rope_append_prefill`.
         block_table: `[requests, max_pages]` int32 or int64, any row stride. Token t goes to page
             `block_table[t // tokens_per_request, p // page_size]`, offset `p % page_size`, with `p = cache_positions[t]`.
         slot_mapping: `[at most T]` int32 or int64: `page · page_size + offset`. Exactly one of the two, or neither if k is None.
@@ -74,9 +74,9 @@ def rope_append_decode(
         kv_layout: "NHD" or "HND"; says nothing about flat caches.
         axis_map: int8 `[R/2]`, as in `rope_append_prefill`.
         q_out, k_out: outputs for rotated q and k, shapes and dtypes of q and k. `k_out` may be `k`, unless v shares its memory.
-        norm: a `QKNorm`: heads of q and k are normalised, all D elements of them, before or after the rotation. Rows that are passed
-            through (padding, bad positions) are not normalised. None: no norm.
-        q_token_scale: fp32 `[T]`; multiplies q after norm and rotation (Llama 4's and Ministral 3's attention temperature). None: 1.
+        norm: a `QKNorm`: heads of q and k are normalised, all D elements of them, before or after the rotation. Rows that are
+            passed through (padding, bad positions) are not normalised. None: no norm.
+        q_token_scale: fp32 `[T]`; multiplies q after norm and rotation (the attention temperature of Llama 4 and Ministral 3).
         enable_pdl: programmatic dependent launch (NVIDIA compute capability 9.0 and later). None: where measurements favour it.
             Everything is read after the wait for earlier kernels.
     Returns:

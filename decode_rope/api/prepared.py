@@ -38,9 +38,10 @@ class DecodeRope:
         positions_dtype, index_dtype: torch.int32 or torch.int64; index_dtype None: int32 for a block table, int64 for slots.
         q_out, k_out, cache_positions, q_token_scale: whether calls will give these.
         metadata_ready: promise that no kernel still in flight writes positions, the block table or slots, cache_positions,
-            q_token_scale or the rotary table when a launch begins, so they may be read before the PDL wait (0.15-0.3 µs on an H200). True of memory
-            written by a copy before the graph started, or by any kernel launched without the PDL attribute with another such
-            kernel between it and this launch; false of a chain of early-triggering PDL kernels from their writer to this launch.
+            q_token_scale or the rotary table when a launch begins, so they may be read before the PDL wait (0.15-0.3 µs on an
+            H200). True of memory written by a copy before the graph started, or by any kernel launched without the PDL attribute
+            with another such kernel between it and this launch; false of a chain of early-triggering PDL kernels from their writer
+            to this launch.
         geometry: a `Geometry` in place of the measured choice; changes time, never results.
     Raises:
         TypeError, ValueError: a fact is at fault; it is named.

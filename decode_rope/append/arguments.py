@@ -31,11 +31,32 @@ class Role(NamedTuple):
     short: str = ""
 
 
+_APPEND = {
+    "q": Role(ROW, "q_ptr", "q", "q"),
+    "k": Role(ROW, "k_ptr", "q", "k"),
+    "v": Role(ROW, "v_ptr", "q", "v"),
+    "k_cache": Role(CACHE, "k_cache_ptr", "q", "kc"),
+    "v_cache": Role(CACHE, "v_cache_ptr", "q", "vc"),
+    "cos_sin_cache": Role(TABLE, "cos_sin_ptr", "q"),
+    "positions": Role(INDEX, "positions_ptr", "positions"),
+    "block_table": Role(INDEX, "index_ptr", "positions"),
+    "slot_mapping": Role(INDEX, "index_ptr", "positions"),
+    "cache_positions": Role(INDEX, "cache_positions_ptr", "positions"),
+    "cu_seqlens_q": Role(INDEX, "cu_seqlens_ptr", "positions"),
+    "axis_map": Role(INDEX, "axis_map_ptr", "positions"),
+    "q_out": Role(ROW, "q_out_ptr", "q", "qo"),
+    "k_out": Role(ROW, "k_out_ptr", "q", "ko"),
+    "q_weight": Role(WEIGHT, "q_weight_ptr", None),
+    "k_weight": Role(WEIGHT, "k_weight_ptr", None),
+    "q_token_scale": Role(INDEX, "q_token_scale_ptr", None),
+}
+
+
 class Append(NamedTuple):
     """One append: what is rotated, written, and where to. Shapes and meanings are those of `decode_rope.rope_append_prefill`.
 
-    A decode step has no `cu_seqlens_q`. `cos_sin_cache` is the tensor, never a `RopeTable`; a `QKNorm` is taken apart into its weights
-    and `norm`. `metadata_ready` and `geometry` are those of `DecodeRope`.
+    A decode step has no `cu_seqlens_q`. `cos_sin_cache` is the tensor, never a `RopeTable`; a `QKNorm` is taken apart into its
+    weights and `norm`. `metadata_ready` and `geometry` are those of `DecodeRope`.
     """
 
     q: Tensor
@@ -63,25 +84,7 @@ class Append(NamedTuple):
     metadata_ready: bool = False
     geometry: Any = None
 
-    ROLES = {
-        "q": Role(ROW, "q_ptr", "q", "q"),
-        "k": Role(ROW, "k_ptr", "q", "k"),
-        "v": Role(ROW, "v_ptr", "q", "v"),
-        "k_cache": Role(CACHE, "k_cache_ptr", "q", "kc"),
-        "v_cache": Role(CACHE, "v_cache_ptr", "q", "vc"),
-        "cos_sin_cache": Role(TABLE, "cos_sin_ptr", "q"),
-        "positions": Role(INDEX, "positions_ptr", "positions"),
-        "block_table": Role(INDEX, "index_ptr", "positions"),
-        "slot_mapping": Role(INDEX, "index_ptr", "positions"),
-        "cache_positions": Role(INDEX, "cache_positions_ptr", "positions"),
-        "cu_seqlens_q": Role(INDEX, "cu_seqlens_ptr", "positions"),
-        "axis_map": Role(INDEX, "axis_map_ptr", "positions"),
-        "q_out": Role(ROW, "q_out_ptr", "q", "qo"),
-        "k_out": Role(ROW, "k_out_ptr", "q", "ko"),
-        "q_weight": Role(WEIGHT, "q_weight_ptr", None),
-        "k_weight": Role(WEIGHT, "k_weight_ptr", None),
-        "q_token_scale": Role(INDEX, "q_token_scale_ptr", None),
-    }
+    ROLES = _APPEND
 
     @property
     def writes_cache(self) -> bool:
@@ -93,6 +96,15 @@ class Append(NamedTuple):
         if self.cu_seqlens_q is not None:
             return self.cu_seqlens_q.shape[0] - 1
         return -(-self.q.shape[0] // self.tokens_per_request)
+
+
+_ROTATION = {
+    "x": Role(ROW, "x_ptr", "x", "x"),
+    "out": Role(ROW, "out_ptr", "x", "out"),
+    "cos_sin_cache": Role(TABLE, "cos_sin_ptr", "x"),
+    "positions": Role(INDEX, "positions_ptr", "x"),
+    "axis_map": Role(INDEX, "axis_map_ptr", "x"),
+}
 
 
 class Rotation(NamedTuple):
@@ -110,13 +122,7 @@ class Rotation(NamedTuple):
     report: bool = True
     geometry: Any = None
 
-    ROLES = {
-        "x": Role(ROW, "x_ptr", "x", "x"),
-        "out": Role(ROW, "out_ptr", "x", "out"),
-        "cos_sin_cache": Role(TABLE, "cos_sin_ptr", "x"),
-        "positions": Role(INDEX, "positions_ptr", "x"),
-        "axis_map": Role(INDEX, "axis_map_ptr", "x"),
-    }
+    ROLES = _ROTATION
 
 
 Record = Append | Rotation
