@@ -48,8 +48,8 @@ def rope_append_decode(
     positions: Tensor,
     **options,
 ) -> Tensor:
-    """`decode_rope.rope_append_decode`: a prefill whose requests have `tokens_per_request` tokens each. The same arguments, effects and
-    `faults` as `rope_append_prefill`, without `cu_seqlens_q`."""
+    """`decode_rope.rope_append_decode`: a prefill whose requests have `tokens_per_request` tokens each. The same arguments, effects
+    and `faults` as `rope_append_prefill`, without `cu_seqlens_q`."""
     return rope_append_prefill(q, k, v, k_cache, v_cache, cos_sin_cache, positions, **options)
 
 
@@ -165,8 +165,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float,
     if rotary_dim < x.shape[-1]:
         tail = tree_sum(squares[..., rotary_dim:])
         total = total + tail if rotary_dim else tail
-    # Divisors are tensors, because PyTorch multiplies by the reciprocal of a number on the GPU. The root of a float64, rounded, is the
-    # correctly rounded root of the fp32 number; PyTorch's own fp32 root on the CPU is not.
+    # Divisors are tensors, because PyTorch multiplies by the reciprocal of a number on the GPU. The root of a float64, rounded, is
+    # the correctly rounded root of the fp32 number; PyTorch's own fp32 root on the CPU is not.
     mean = total / torch.full_like(total, x.shape[-1])
     root = torch.sqrt((mean + eps * scale * scale).double()).float()
     y = x * (torch.full_like(total, scale) / root)

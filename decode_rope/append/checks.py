@@ -158,10 +158,7 @@ def _nothing_appended(call: Append, live: bool) -> None:
         if getattr(call, name) is not None:
             check_tensor(name, getattr(call, name))  # accepted, so that a layer may always pass its cache; never written
     why = "there are no caches" if live else "k is None"
-    names = (
-        ("block_table", "slot_mapping", "cache_positions") if live else ("block_table", "slot_mapping", "cache_positions", "k_out")
-    )
-    for name in names:
+    for name in ("block_table", "slot_mapping", "cache_positions", *([] if live else ["k_out"])):
         if getattr(call, name) is not None:
             raise ValueError(f"{name}: expected None, because {why} and nothing is appended; leave it out")
     if live and call.k_out is None:

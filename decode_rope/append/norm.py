@@ -11,8 +11,8 @@ _ORDERS = ("before", "after")
 class QKNorm(NamedTuple):
     """RMSNorm of every head of q and k, and on request of v: `x / sqrt(mean(x²) + eps) · (weight + weight_offset)`, in fp32.
 
-    The mean is over all D elements of a head, also where a part of them rotates (Zhang and Sennrich 2019, arXiv:1910.07467). Results
-    do not depend on the batch, the kernel or its geometry, bit for bit.
+    The mean is over all D elements of a head, also where a part of them rotates (Zhang and Sennrich 2019, arXiv:1910.07467).
+    Results do not depend on the batch, the kernel or its geometry, bit for bit.
 
     Attributes:
         q_weight, k_weight: `[D]` fp32, bf16 or fp16, contiguous, on the device of q; or None for a norm without weights.

@@ -90,8 +90,8 @@ def _slots(cache, page, offset, head, ALIGN: tl.constexpr):
 
 @triton.jit
 def _load_row(row, ok, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, TAIL: tl.constexpr):
-    """((first members of pairs, second members), (unrotated tail,)) of rows. A tuple is empty where there is nothing to hold, and that
-    of the tail without TAIL."""
+    """((first members of pairs, second members), (unrotated tail,)) of rows. A tuple is empty where there is nothing to hold, and
+    that of the tail without TAIL."""
     pairs = ()
     tail = ()
     if R > 0:
@@ -127,8 +127,8 @@ def _angles(
     cos_sin_ptr, positions, token, pos, head, num_tokens, max_position,
     R: tl.constexpr, AXES: tl.constexpr, ALIGN_TABLE: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """(cos, sin) of each row, empty without a rotation, and with several axes the first position that the table does not hold or −1.
-    `positions` is (pointer, stride of axes, axis map)."""
+    """(cos, sin) of each row, empty without a rotation, and with several axes the first position that the table does not hold or
+    −1. `positions` is (pointer, stride of axes, axis map)."""
     angles = ()
     bad = pos
     if R > 0 and AXES == 0:
@@ -180,7 +180,8 @@ def _k_tile(
     weights = load_weights(weight_ptr, head, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, EVICT)
     issue_loads(FENCE and not PREFETCH)
     page, offset, writes, kind, value = locate(
-        token, pos, where, num_tokens, max_position, R > 0 and AXES == 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, EVICT
+        token, pos, where, num_tokens, max_position,
+        R > 0 and AXES == 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, EVICT,
     )  # fmt: skip
     slot = _slots(k_cache, page, offset, head, ALIGN_CACHE)
     live = ok & (head * 0 + writes > 0)
@@ -220,7 +221,8 @@ def _v_tile(
     pos = load_per_token(positions[0], token, num_tokens, BT, EVICT)
     issue_loads(FENCE and not PREFETCH)
     page, offset, writes, _kind, _value = locate(
-        token, pos, where, num_tokens, max_position, R > 0 and AXES == 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, EVICT
+        token, pos, where, num_tokens, max_position,
+        R > 0 and AXES == 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, EVICT,
     )  # fmt: skip
     if R > 0 and AXES > 0:
         ptr, stride_axis, axis_map_ptr = positions

@@ -51,8 +51,8 @@ def store_heads(
     ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr = False,
     CHANGES_TAIL: tl.constexpr = False,
 ):  # fmt: skip
-    """What `load_heads` reads, written to memory laid out alike: `new`, (pairs, tails), in the rows that `turn`. The others keep the
-    bits they have there; with OUT, where they have none yet, they get `pairs` and `tails`."""
+    """What `load_heads` reads, written to memory laid out alike: `new`, (pairs, tails), in the rows that `turn`. The others keep
+    the bits they have there; with OUT, where they have none yet, they get `pairs` and `tails`."""
     new_pairs, new_tails = new
     for i in tl.static_range(LOOP):
         _token, head, ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)

@@ -94,8 +94,8 @@ def changed_rows(
     NORM: tl.constexpr, EPS: tl.constexpr, ROUNDED: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr,
     dtype: tl.constexpr = tl.float32,
 ):  # fmt: skip
-    """Rows normalised, rotated and scaled: (pairs, tail). Pairs are two tensors, the tail and `scale` one, `angles` cos and sin; each
-    is a tuple, empty where there is none.
+    """Rows normalised, rotated and scaled: (pairs, tail). Pairs are two tensors, the tail and `scale` one, `angles` cos and sin;
+    each is a tuple, empty where there is none.
 
     NORM: 0 for none, BEFORE or AFTER the rotation. ROUNDED: to the dtype of the rows between the two. WEIGHTED, SCALED: there are
     weights, there is a scale. What is changed is in fp32; pairs that are only rotated are rounded to `dtype`.

@@ -138,8 +138,8 @@ def _rotate_tile(
     ROUNDED: tl.constexpr, ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, ALIGN_WEIGHT: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of Q, or of K without a cache. `rows`, `out`: (pointer, stride of tokens, stride of heads); `positions`: (pointer, stride
-    of axes, axis map)."""
+    """Rows of Q, or of K without a cache. `rows`, `out`: (pointer, stride of tokens, stride of heads); `positions`: (pointer,
+    stride of axes, axis map)."""
     SCALED: tl.constexpr = token_scale_ptr is not None
     CHANGES_TAIL: tl.constexpr = NORM > 0 or SCALED
     positions_ptr, stride_axis, axis_map_ptr = positions
@@ -338,8 +338,9 @@ def rope_append_prefill_kernel(
     k_out = (k_out_ptr, stride_ko_t, stride_ko_h)
     if HKV == 0 or tile < Q_TILES:
         _rotate_tile(
-            stretch * (STRETCH // BTQ) + tile // NQ, tile % NQ, (q_ptr, stride_q_t, stride_q_h), (q_out_ptr, stride_qo_t, stride_qo_h),
-            cos_sin_ptr, positions, cu_seqlens_ptr, faults_ptr, num_tokens, max_position, num_requests, q_weight_ptr, q_token_scale_ptr,
+            stretch * (STRETCH // BTQ) + tile // NQ, tile % NQ,
+            (q_ptr, stride_q_t, stride_q_h), (q_out_ptr, stride_qo_t, stride_qo_h), cos_sin_ptr, positions, cu_seqlens_ptr,
+            faults_ptr, num_tokens, max_position, num_requests, q_weight_ptr, q_token_scale_ptr,
             HQ, D, R, NEOX, AXES, RAGGED, Q_OUT, HKV == 0, NORM, EPS, WEIGHT_OFFSET, ROUNDED,
             ALIGN, ALIGN_TABLE, ALIGN_WEIGHT, BTQ, BHQ, LOOPQ, WHOLE,
         )  # fmt: skip

@@ -270,8 +270,8 @@ def locate(
 ):  # fmt: skip
     """Where a token's K and V go: (page, offset in page, may be written, fault kind, offending value).
 
-    `where` is (cache positions, block table or slots, its width or their number, row stride, number of pages). Reads nothing outside
-    the index tensors whatever they hold; a fault kind of 0 is no fault.
+    `where` is (cache positions, block table or slots, its width or their number, row stride, number of pages). Reads nothing
+    outside the index tensors whatever they hold; a fault kind of 0 is no fault.
     """
     cache_positions_ptr, index_ptr, index_len, stride_index, num_pages = where
     if PAGED:

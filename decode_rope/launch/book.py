@@ -58,7 +58,7 @@ class Book:
         return plan
 
     def _run_checked(self, call: Record, flags: tuple, given: tuple[Tensor, ...]) -> None:
-        """Run a call that passed every check, and keep its plan. The first tensor says where, and whether there is anything to do."""
+        """Run a call that passed every check, and keep its plan. Its first tensor says where, and whether there is work."""
         device = given[0].device
         if platform.runs_reference(device):
             self.spec.reference(call)

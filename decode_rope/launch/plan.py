@@ -20,8 +20,8 @@ _MAX_KEPT = 1024
 class Plan:
     """A compiled kernel for one configuration of shapes, strides, dtypes and flags, ready for whatever memory it is given.
 
-    It keeps packed launches by the addresses of the call's tensors and the stream. `_known` holds how the rows and how the caches of
-    checked calls lay relative to each other: slices of one tensor interleave, and `k_out` may be `k`.
+    It keeps packed launches by the addresses of the call's tensors and the stream. `_known` holds how the rows and how the caches
+    of checked calls lay relative to each other: slices of one tensor interleave, and `k_out` may be `k`.
 
     Attributes:
         flags, guard: say which calls it is for; `book.Book` sets them.
@@ -30,8 +30,8 @@ class Plan:
     """
 
     __slots__ = (
-        "_alignments", "_groups", "_kept", "_known", "_ranges", "carveout", "compiled", "device", "faults", "flags", "grid", "guard",
-        "integers", "spec", "unaligned",
+        "_alignments", "_groups", "_kept", "_known", "_ranges", "carveout", "compiled", "device", "faults", "flags", "grid",
+        "guard", "integers", "spec", "unaligned",
     )  # fmt: skip
 
     def __init__(self, spec: Spec, call: Record, device: torch.device, *, aligned: bool = True):
@@ -67,8 +67,8 @@ class Plan:
         self._kept: dict[tuple, tuple] = {}
 
     def again(self, given: tuple[Tensor, ...]) -> bool:
-        """Launch once more on the memory of an earlier call; False, and nothing done, if there was none with it. `given`: the call's
-        tensors that are not None."""
+        """Launch once more on the memory of an earlier call; False, and nothing done, if there was none with it. `given`: the
+        call's tensors that are not None."""
         packed = self._kept.get((*[x.data_ptr() for x in given], machine.stream(self.device))) if self._kept else None
         if packed is None or machine.device() != self.device or machine.hooks:
             return False
@@ -103,7 +103,7 @@ class Plan:
         return self.unaligned
 
     def launch(self, call: Record, addresses: dict[str, int]) -> tuple | None:
-        """Launch on the current stream of the plan's device. Returns the packed launch, if it was one, for that stream and memory."""
+        """Launch on the current stream of the plan's device. Returns the packed launch for that stream and memory, if it was one."""
         if not INTERPRETED and machine.device() != self.device:
             with torch.cuda.device(self.device):
                 return self.launch(call, addresses)
