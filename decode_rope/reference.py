@@ -13,6 +13,7 @@ from torch import Tensor
 
 POSITION, COLUMN, PAGE_ID, SLOT = 1, 2, 3, 4  # fault kinds; 0 is none
 NO_RECORD = 2**63 - 1
+LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}  # the largest number a code stands for
 _PAST_ANY = 2**32 - 1  # how a negative position of an axis other than the first is recorded
 _counting = threading.Lock()
 if hasattr(os, "register_at_fork"):  # a child forked while another thread counts must not wait for it
@@ -74,6 +75,10 @@ def rope_append_prefill(
     k_out: Tensor | None = None,
     norm=None,
     q_token_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    kv_dtype: torch.dtype | None = None,
     enable_pdl: bool | None = None,
     faults: Tensor | None = None,
 ) -> Tensor:
@@ -94,12 +99,13 @@ def rope_append_prefill(
     turns = (first >= 0) & (bad < 0)
     kind, value = torch.where(bad >= 0, POSITION, 0), bad
     cos_sin = None if table is None else angles(table, pos, axis_map)
-    q_new = torch.where(turns[:, None, None], changed_heads(q, cos_sin, is_neox, norm, "q_weight", q_token_scale, q.dtype), q)
-    k_new = k_cached = k
-    if k is not None:
-        k_wide = changed_heads(k, cos_sin, is_neox, norm, "k_weight", None, None)
-        k_cached = k_wide.to(k.dtype)
-        k_new = torch.where(turns[:, None, None], k_cached, k)
+    out = q if q_out is None else q_out
+    wide = torch.float32 if out.dtype != q.dtype else q.dtype  # codes are made of fp32 numbers
+    q_changed = changed_heads(q, cos_sin, is_neox, norm, "q_weight", q_token_scale, wide)
+    q_new = torch.where(turns[:, None, None], q_changed, q.to(wide))
+    k_new = k
+    if k_out is not None:
+        k_new = torch.where(turns[:, None, None], changed_heads(k, cos_sin, is_neox, norm, "k_weight", None, k.dtype), k)
     if k_cache is not None and k is not None:
         k_pages, v_pages = pages_first(k_cache, kv_layout), pages_first(v_cache, kv_layout)
         num_pages, page_size = k_pages.shape[:2]
@@ -111,29 +117,80 @@ def rope_append_prefill(
         value = torch.where(kind == 0, what, value)
         kind = torch.where(kind == 0, fault, kind)
         write = turns & (page >= 0) & (page < num_pages)
-        v_new = rms_norm(v.float(), None, norm.eps, 0.0, 0, is_neox).to(v.dtype) if norm is not None and norm.v_norm else v
-        k_pages[page[write], offset[write]] = k_cached[write]
-        v_pages[page[write], offset[write]] = v_new[write]  # before k_out, whose memory v may alias
+        places = page[write], offset[write]
+        k_wide = changed_heads(k, cos_sin, is_neox, norm, "k_weight", None, k.dtype if k_cache.dtype == k.dtype else torch.float32)
+        v_wide = rms_norm(v.float(), None, norm.eps, 0.0, 0, is_neox) if norm is not None and norm.v_norm else v
+        store(k_pages, places, k_wide[write], k_scale, kv_dtype)
+        store(v_pages, places, v_wide[write], v_scale, kv_dtype)  # before k_out, whose memory v may alias
     if k_out is not None:
         k_out.copy_(k_new)
     if faults is not None:
         record_faults(faults, kind, value)
-    out = q if q_out is None else q_out
-    if q_new is not out:
+    if out.dtype != q.dtype:
+        out.view(torch.uint8).copy_(quantise(q_new, out.dtype, q_scale).view(torch.uint8))
+    elif q_new is not out:
         out.copy_(q_new)
     return out
 
 
+def store(pages: Tensor, places: tuple[Tensor, Tensor], rows: Tensor, scale: Tensor | None, kv_dtype: torch.dtype | None) -> None:
+    """Write rows `[n, H, D]` to their places in `[pages, page_size, H, D]`: rounded to its dtype, or as codes of it.
+
+    `scale`: none, one, or one for each head; or `[pages, page_size, H]` or `[slots, H]`, which is written.
+    """
+    dtype = kv_dtype if pages.dtype == torch.uint8 else pages.dtype
+    if dtype not in LIMITS:
+        pages[places] = rows.to(dtype)
+        return
+    rows = rows.float()
+    if scale is not None and scale.dim() >= 2:
+        own = row_scale(rows, dtype)
+        scale = scale.unsqueeze(1) if scale.dim() == 2 else scale
+        scale[places] = own
+        scale = own.unsqueeze(-1)
+    elif scale is not None:
+        scale = scale.reshape(-1, 1)
+    pages.view(torch.uint8)[places] = quantise(rows, dtype, scale).view(torch.uint8)
+
+
+def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """`round_to_nearest_even(clamp(x / scale))` of fp32 numbers, as float8_e4m3fn, float8_e5m2 or int8. NaN is 0x7F in the 8-bit
+    floats and 0 in int8. `scale` broadcasts; None is 1."""
+    limit = LIMITS[dtype]
+    q = (x if scale is None else x / scale).clamp(-limit, limit)
+    if dtype == torch.int8:
+        return torch.where(q.isnan(), 0, q.round()).to(torch.int8)
+    return torch.where(q.isnan(), 0x7F, q.to(dtype).view(torch.uint8)).view(dtype)
+
+
+def row_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale of each row of fp32 numbers `[..., D]`: its largest magnitude over the largest code, and at least 2^-80. NaN does
+    not count; infinity counts as the largest fp32 number."""
+    largest = torch.where(x.isnan(), 0, x.abs()).amax(-1).clamp(max=torch.finfo(torch.float32).max)
+    return (largest / torch.full_like(largest, LIMITS[dtype])).clamp(min=2.0**-80)
+
+
+def dequantise(cache: Tensor, scale: Tensor | None, kv_layout: str = "NHD", kv_dtype: torch.dtype | None = None) -> Tensor:
+    """The fp32 numbers `[pages, page_size, H, D]` that a cache holds, native or quantised, for attention in PyTorch. `cache`,
+    `scale` and `kv_dtype` are those of an append."""
+    pages = pages_first(cache, kv_layout)
+    x = (pages.view(kv_dtype) if pages.dtype == torch.uint8 else pages).float()
+    if scale is None:
+        return x
+    if scale.dim() >= 2:
+        return x * (scale.unsqueeze(1) if scale.dim() == 2 else scale).unsqueeze(-1)
+    return x * scale.reshape(-1, 1)
+
+
 def changed_heads(x: Tensor, cos_sin, is_neox: bool, norm, weight: str, scale: Tensor | None, dtype) -> Tensor:
-    """Heads `[T, H, D]` normalised, rotated and scaled, in fp32 until they are rounded to `dtype` (None: not at all, where anything
-    changes them).
+    """Heads `[T, H, D]` normalised, rotated and scaled, in fp32 until they are rounded to `dtype`.
 
     Args:
         cos_sin: cos and sin `[T, R/2]`, or None: nothing rotates.
         norm: a `QKNorm` or None; `weight` is the name of the one of its weights that counts.
         scale: fp32 `[T]` or None.
     """
-    if norm is None and scale is None:
+    if norm is None and scale is None and dtype == x.dtype:  # elements that do not rotate keep their bits
         return x if cos_sin is None else rotate(x, *(a.unsqueeze(1) for a in cos_sin), is_neox)
     y = x.float()
     rotary_dim = 0 if cos_sin is None else 2 * cos_sin[0].shape[-1]
@@ -147,7 +204,7 @@ def changed_heads(x: Tensor, cos_sin, is_neox: bool, norm, weight: str, scale: T
             y = y.to(x.dtype).float()
     if scale is not None:
         y = y * scale[:, None, None]
-    return y if dtype is None else y.to(dtype)
+    return y.to(dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rotary_dim: int, is_neox: bool) -> Tensor:

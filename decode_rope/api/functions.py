@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from ..append.arguments import Append, of_table, resolved
+from ..append.arguments import Append, of_table, resolved, scale_fields
 from ..append.checks import check_gradients
 from ..append.norm import QKNorm, norm_fields
 from ..compile import append as operators
@@ -41,6 +41,10 @@ def rope_append_decode(
     k_out: Tensor | None = None,
     norm: QKNorm | None = None,
     q_token_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    kv_dtype: torch.dtype | None = None,
     enable_pdl: bool | None = None,
 ) -> Tensor:
     """Rotate `q` in place, and write rotated `k` and `v` into a paged cache, in one kernel launch.
@@ -59,7 +63,7 @@ def rope_append_decode(
         k: `[T, Hkv, D]`, dtype of q. Not modified unless `k_out` is `k`. With `v`, may be None: rotate q only, write no cache.
         v: `[T, Hkv, Dv]`, dtype of q. May share memory with k.
         k_cache: NHD `[pages, page_size, Hkv, D]`, HND `[pages, Hkv, page_size, D]`, or flat `[slots, Hkv, D]` (pages of one
-            token); dtype of k, any strides with the last dimension contiguous. The addressed slots are written.
+            token); dtype of k or a quantised one, any strides with the last dimension contiguous. The addressed slots are written.
         v_cache: likewise with Dv, with strides of its own.
         cos_sin_cache: fp32 `[max_position, R]`, cosines then sines, contiguous, R even and at most D (the first R elements of a
             head rotate); or a `RopeTable`, whose own pairing then holds; or None: nothing rotates (NoPE), K and V are written.
@@ -73,10 +77,17 @@ def rope_append_decode(
         is_neox: pairs are (i, i + R/2) if true (NeoX, Llama), else (2i, 2i + 1) (GPT-J).
         kv_layout: "NHD" or "HND"; says nothing about flat caches.
         axis_map: int8 `[R/2]`, as in `rope_append_prefill`.
-        q_out, k_out: outputs for rotated q and k, shapes and dtypes of q and k. `k_out` may be `k`, unless v shares its memory.
+        q_out, k_out: outputs for rotated q and k, shapes and dtypes of q and k. `k_out` may be `k`, unless v shares its memory;
+            `q_out` may be float8_e4m3fn.
         norm: a `QKNorm`: heads of q and k are normalised, all D elements of them, before or after the rotation. Rows that are
             passed through (padding, bad positions) are not normalised. None: no norm.
         q_token_scale: fp32 `[T]`; multiplies q after norm and rotation (the attention temperature of Llama 4 and Ministral 3).
+        k_scale, v_scale: for caches of float8_e4m3fn, float8_e5m2 or int8, whose codes are `round(clamp(x / scale))`: fp32 on the
+            device, 0-dim, `[1]` or `[Hkv]` (None: 1, not for int8). Or, for e4m3 and int8, `[pages, page_size, Hkv]` in any
+            layout of the cache (`[slots, Hkv]` for a flat one), any strides: then each token and head has the scale
+            `largest / limit`, which is written there, at the place of its code.
+        q_scale: fp32 `[1]` for a `q_out` of float8_e4m3fn; None: 1.
+        kv_dtype: what caches of dtype uint8 hold.
         enable_pdl: programmatic dependent launch (NVIDIA compute capability 9.0 and later). None: where measurements favour it.
             Everything is read after the wait for earlier kernels.
     Returns:
@@ -98,7 +109,8 @@ def rope_append_decode(
         True
     """
     cos_sin = cos_sin_cache
-    if norm is None and q_out is None and k_out is None and cache_positions is None and q_token_scale is None and axis_map is None:
+    plain = norm is None and q_out is None and k_out is None and q_token_scale is None and q_scale is None
+    if plain and cache_positions is None and axis_map is None and k_scale is None and v_scale is None and kv_dtype is None:
         # The usual call, whose identity costs less to tell.
         if cos_sin is not None and not isinstance(cos_sin, Tensor):
             cos_sin, is_neox, axis_map = of_table(cos_sin, is_neox)
@@ -118,7 +130,8 @@ def rope_append_decode(
     call = Append(
         q, k, v, k_cache, v_cache, cos_sin, positions, block_table, slot_mapping, cache_positions,
         tokens_per_request=tokens_per_request, is_neox=is_neox, kv_layout=kv_layout, axis_map=axis_map, q_out=q_out, k_out=k_out,
-        q_token_scale=q_token_scale, enable_pdl=enable_pdl, **norm_fields(norm),
+        q_token_scale=q_token_scale, q_scale=q_scale, kv_dtype=kv_dtype, enable_pdl=enable_pdl, **norm_fields(norm),
+        **scale_fields(k_scale, v_scale),
     )  # fmt: skip
     if is_compiling():
         operators.append("rope_append_decode", call)
@@ -148,6 +161,10 @@ def rope_append_prefill(
     k_out: Tensor | None = None,
     norm: QKNorm | None = None,
     q_token_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    kv_dtype: torch.dtype | None = None,
     enable_pdl: bool | None = None,
 ) -> Tensor:
     """Rotate `q` in place, and write rotated `k` and `v` into a paged cache, in one kernel launch, for batches
@@ -160,9 +177,9 @@ def rope_append_prefill(
 
     Args:
         q, k, v, k_cache, v_cache, cos_sin_cache, is_neox, kv_layout, slot_mapping, cache_positions, q_out,
-            k_out, norm, q_token_scale: as in `rope_append_decode`. Give `k_out=k` to rotate k in place too, for attention over the
-            live k. With `k_cache` and `v_cache` None, k is rotated into `k_out` and nothing is appended; v must
-            then be None.
+            k_out, norm, q_token_scale, k_scale, v_scale, q_scale, kv_dtype: as in `rope_append_decode`. Give `k_out=k` to
+            rotate k in place too, for attention over the live k. With `k_cache` and `v_cache` None, k is rotated into `k_out`
+            and nothing is appended; v must then be None.
         positions: `[T]` int32 or int64, in tokens: row of the table, and by default the place in the sequence.
             Sequences may begin anywhere. Or `[axes, T]` with an axis map, any row stride: pair j turns by the
             position in row `axis_map[j]`. Row 0 decides what is padding (`< 0`) and is the default place in the
@@ -204,7 +221,7 @@ def rope_append_prefill(
     call = Append(
         q, k, v, k_cache, v_cache, cos_sin_cache, positions, block_table, slot_mapping, cache_positions, cu_seqlens_q, axis_map,
         q_out, k_out, tokens_per_request=tokens_per_request, is_neox=is_neox, kv_layout=kv_layout, q_token_scale=q_token_scale,
-        enable_pdl=enable_pdl, **norm_fields(norm),
+        q_scale=q_scale, kv_dtype=kv_dtype, enable_pdl=enable_pdl, **norm_fields(norm), **scale_fields(k_scale, v_scale),
     )  # fmt: skip
     if is_compiling():
         operators.append("rope_append_prefill", call)

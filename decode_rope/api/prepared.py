@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..append.arguments import INDEX, ROW, Append, given_tensors, of_table, resolved
+from ..append.arguments import INDEX, ROW, SCALE, Append, given_tensors, of_table, resolved, scale_fields
+from ..append.codes import CODES, cache_dtype
 from ..append.layout import cache_view
 from ..append.norm import QKNorm, norm_fields
 from ..append.rules import check_integer, check_table
@@ -17,6 +18,7 @@ from ..launch.plan import Plan, addresses_of
 from ..launch.platform import INTERPRETED, check_pdl
 
 _ADDRESSING = ("block_table", "slot_mapping")
+_NONE = (None,) * 7
 
 
 class DecodeRope:
@@ -32,11 +34,14 @@ class DecodeRope:
         axes: rows of positions in models of several axes, whose calls give positions `[axes, T]`; 0: `[T]`.
         axis_map: int8 `[R/2]`, the axis of each pair, on `device`; None: that of the `RopeTable`.
         norm: a `QKNorm`, whose weights are kept; None: no norm.
-        dtype: of q, k, v and the caches.
+        dtype: of q, k and v, and of the caches unless `kv_dtype` is another one.
+        kv_dtype: float8_e4m3fn, float8_e5m2 or int8 for quantised caches, which calls may also give as uint8. None: dtype.
+        dynamic_scales: whether `k_scale` and `v_scale` are written, one for each token and head, instead of read.
         device: a CUDA device, or "cpu" for the reference; None: the current CUDA device.
         addressing: "block_table" or "slot_mapping", whichever calls will give.
         positions_dtype, index_dtype: torch.int32 or torch.int64; index_dtype None: int32 for a block table, int64 for slots.
-        q_out, k_out, cache_positions, q_token_scale: whether calls will give these.
+        q_out, k_out, cache_positions, q_token_scale: whether calls will give these. `q_out` may be torch.float8_e4m3fn instead of
+            True: then it has that dtype, and calls may give `q_scale`.
         metadata_ready: promise that no kernel still in flight writes positions, the block table or slots, cache_positions,
             q_token_scale or the rotary table when a launch begins, so they may be read before the PDL wait (0.15-0.3 µs on an
             H200). True of memory written by a copy before the graph started, or by any kernel launched without the PDL attribute
@@ -57,6 +62,8 @@ class DecodeRope:
         page_size: int,
         kv_layout: str = "NHD",
         dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
+        dynamic_scales: bool = False,
         v_head_dim: int | None = None,
         is_neox: bool = True,
         axis_map: Tensor | None = None,
@@ -67,7 +74,7 @@ class DecodeRope:
         addressing: str = "block_table",
         positions_dtype: torch.dtype = torch.int64,
         index_dtype: torch.dtype | None = None,
-        q_out: bool = False,
+        q_out: bool | torch.dtype = False,
         k_out: bool = False,
         cache_positions: bool = False,
         q_token_scale: bool = False,
@@ -81,7 +88,8 @@ class DecodeRope:
         sizes = {"num_q_heads": num_q_heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "page_size": page_size}
         for name, number, least in [*((name, n, 1) for name, n in sizes.items()), ("num_kv_heads", num_kv_heads, 0)]:
             check_integer(name, number, least)
-        for name, choice in (("dtype", dtype), ("positions_dtype", positions_dtype), ("index_dtype", index_dtype)):
+        dtypes = {"dtype": dtype, "kv_dtype": kv_dtype or dtype, "positions_dtype": positions_dtype, "index_dtype": index_dtype}
+        for name, choice in dtypes.items():
             if not isinstance(choice, torch.dtype):
                 raise TypeError(f"{name}: expected a torch.dtype, got {choice!r}")
         if num_kv_heads == 0 and (k_out or cache_positions):
@@ -95,13 +103,14 @@ class DecodeRope:
             raise ValueError(f"axis_map: expected one with axes={axes}, int8, the axis of each pair, got None")
         self.heads = (num_q_heads, num_kv_heads, head_dim, v_head_dim)
         self.page_size, self.dtype = page_size, dtype
+        self.kv_dtype, self.dynamic_scales = dtype if kv_dtype is None else kv_dtype, dynamic_scales
         self.addressing, self.positions_dtype, self.index_dtype = addressing, positions_dtype, index_dtype
         self.optional = {"cache_positions": cache_positions, "q_out": q_out, "k_out": k_out, "q_token_scale": q_token_scale}
         self.axes = axes
         self._fixed = {
             **norm_fields(norm), "axis_map": axis_map if axes else None,
             "tokens_per_request": tokens_per_request, "is_neox": is_neox, "kv_layout": kv_layout, "enable_pdl": enable_pdl,
-            "metadata_ready": metadata_ready, "geometry": geometry,
+            "kv_dtype": kv_dtype, "metadata_ready": metadata_ready, "geometry": geometry,
         }  # fmt: skip
         # Tensors that every call has, in the order of the record.
         self._held = tuple([x for name in Append.ROLES if isinstance(x := self._fixed.get(name), Tensor)])
@@ -156,6 +165,9 @@ class DecodeRope:
         q_out: Tensor | None = None,
         k_out: Tensor | None = None,
         q_token_scale: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        q_scale: Tensor | None = None,
     ) -> Tensor:
         """Launch for these tensors; the arguments, effects and result are those of `rope_append_decode`.
 
@@ -167,14 +179,8 @@ class DecodeRope:
         """
         compiling = is_compiling()
         flags = given = None
-        if (
-            not compiling
-            and q_out is None
-            and k_out is None
-            and cache_positions is None
-            and q_token_scale is None
-            and k is not None
-        ):
+        unusual = (q_out, k_out, cache_positions, q_token_scale, k_scale, v_scale, q_scale)
+        if not compiling and k is not None and unusual == _NONE:
             # The usual call, whose identity costs less to tell.
             index, other = (block_table, slot_mapping) if self.addressing == "block_table" else (slot_mapping, block_table)
             if other is None and self.cos_sin is not None:
@@ -185,6 +191,7 @@ class DecodeRope:
         call = self._call(
             q, k, v, k_cache, v_cache, positions, block_table=block_table, slot_mapping=slot_mapping,
             cache_positions=cache_positions, q_out=q_out, k_out=k_out, q_token_scale=q_token_scale,
+            k_scale=k_scale, v_scale=v_scale, q_scale=q_scale,
         )  # fmt: skip
         if compiling:
             self._check_built_for(call)
@@ -207,8 +214,9 @@ class DecodeRope:
             return Bound(call, None)
         return Bound(call, Plan(DECODE, call, self.device))
 
-    def _call(self, q, k, v, k_cache, v_cache, positions, **optional) -> Append:
-        return Append(q, k, v, k_cache, v_cache, self.cos_sin, positions, **optional, **self._fixed)
+    def _call(self, q, k, v, k_cache, v_cache, positions, k_scale=None, v_scale=None, **optional) -> Append:
+        scales = scale_fields(k_scale, v_scale)
+        return Append(q, k, v, k_cache, v_cache, self.cos_sin, positions, **scales, **optional, **self._fixed)
 
     def _example(self, num_tokens: int, device: torch.device) -> Append:
         """A call such as this op will be given, with tensors of the right shapes and no meaning."""
@@ -221,12 +229,19 @@ class DecodeRope:
         if num_kv_heads:
             k, v = make(num_tokens, num_kv_heads, head_dim), make(num_tokens, num_kv_heads, v_head_dim)
             page = (num_kv_heads, self.page_size) if self._fixed["kv_layout"] == "HND" else (self.page_size, num_kv_heads)
-            k_cache, v_cache = make(1, *page, head_dim), make(1, *page, v_head_dim)
+            k_cache, v_cache = (make(1, *page, size, dtype=self.kv_dtype) for size in (head_dim, v_head_dim))
+            if self.kv_dtype in CODES:
+                shape = (1, self.page_size, num_kv_heads) if self.dynamic_scales else (1,)
+                optional |= {name: make(*shape, dtype=torch.float32).fill_(1) for name in ("k_scale", "v_scale")}
             shape = (num_tokens, 1) if self.addressing == "block_table" else (num_tokens,)
             optional[self.addressing] = make(*shape, dtype=self.index_dtype)
-        for name, like in (("q_out", q), ("k_out", k)):
-            if self.optional[name]:
-                optional[name] = make(*like.shape)
+        if self.optional["q_out"]:
+            coded = isinstance(self.optional["q_out"], torch.dtype)
+            optional["q_out"] = make(*q.shape, dtype=self.optional["q_out"] if coded else self.dtype)
+            if coded:
+                optional["q_scale"] = make(1, dtype=torch.float32).fill_(1)
+        if self.optional["k_out"]:
+            optional["k_out"] = make(*k.shape)
         if self.optional["cache_positions"]:
             optional["cache_positions"] = make(num_tokens, dtype=self.positions_dtype)
         if self.optional["q_token_scale"]:
@@ -250,12 +265,15 @@ class DecodeRope:
         self._check_addressing_of(call)
         wanted = self._example(call.q.shape[0], torch.device("meta"))
         for name, role in Append.ROLES.items():
-            if role.kind not in (ROW, INDEX) or name in (*_ADDRESSING, "axis_map"):
+            if role.kind not in (ROW, INDEX, SCALE) or name in (*_ADDRESSING, "axis_map"):
                 continue
             got, want = getattr(call, name), getattr(wanted, name)
             if (got is None) != (want is None):
                 state = "given" if got is None else "left out"
+                name = name.removesuffix("_out") if role.kind == SCALE else name
                 raise ValueError(f"{name}: expected it {state}, as this op was built; build another DecodeRope for these calls")
+            if name.endswith(("_scale", "_scale_out")) and name != "q_token_scale":
+                continue  # one for all heads and one for each are the same to the kernel
             if got is not None and (got.dtype != want.dtype or got.shape != want.shape):
                 raise ValueError(
                     f"{name}: expected {want.dtype} of shape {tuple(want.shape)}, as this op was built, "
@@ -264,6 +282,9 @@ class DecodeRope:
         index = getattr(call, self.addressing)
         if index is not None and index.dtype != self.index_dtype:
             raise TypeError(f"{self.addressing}: expected {self.index_dtype}, as this op was built, got {index.dtype}")
+        for name in ("k_cache", "v_cache") if call.k is not None else ():
+            if cache_dtype(call, getattr(call, name)) != self.kv_dtype:
+                raise TypeError(f"{name}: expected {self.kv_dtype}, as this op was built, got {getattr(call, name).dtype}")
         if call.k is not None and cache_view(call.k_cache, call.kv_layout).page_size != self.page_size:
             raise ValueError(
                 f"k_cache: expected pages of {self.page_size} tokens, as this op was built, got shape {tuple(call.k_cache.shape)}"

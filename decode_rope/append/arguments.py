@@ -5,12 +5,14 @@ Fields have the names of the public arguments. The tensors come first; `ROLES` s
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .norm import NormFacts
 
-# Kinds of tensors. Rows may interleave with rows and caches with caches, as slices of one tensor do; the others are only read.
-ROW, CACHE, TABLE, WEIGHT, INDEX = range(5)
+# Kinds of tensors. Rows may interleave with rows, and caches with caches and the scales that are written beside codes, as slices of
+# one tensor do; the others are only read.
+ROW, CACHE, SCALE, TABLE, WEIGHT, INDEX = range(6)
 # The compile-time fact of a kernel that says how many bytes tensors of a kind are aligned to.
 ALIGNED_BY = {ROW: "ALIGN", CACHE: "ALIGN_CACHE", TABLE: "ALIGN_TABLE", WEIGHT: "ALIGN_WEIGHT"}
 
@@ -49,6 +51,11 @@ _APPEND = {
     "q_weight": Role(WEIGHT, "q_weight_ptr", None),
     "k_weight": Role(WEIGHT, "k_weight_ptr", None),
     "q_token_scale": Role(INDEX, "q_token_scale_ptr", None),
+    "k_scale": Role(INDEX, "k_scale_ptr", None),
+    "v_scale": Role(INDEX, "v_scale_ptr", None),
+    "q_scale": Role(INDEX, "q_scale_ptr", None),
+    "k_scale_out": Role(SCALE, "k_scale_ptr", None, "ks"),
+    "v_scale_out": Role(SCALE, "v_scale_ptr", None, "vs"),
 }
 
 
@@ -56,7 +63,7 @@ class Append(NamedTuple):
     """One append: what is rotated, written, and where to. Shapes and meanings are those of `decode_rope.rope_append_prefill`.
 
     A decode step has no `cu_seqlens_q`. `cos_sin_cache` is the tensor, never a `RopeTable`; a `QKNorm` is taken apart into its
-    weights and `norm`. `metadata_ready` and `geometry` are those of `DecodeRope`.
+    weights and `norm`. A `k_scale` that is written is `k_scale_out`. `metadata_ready` and `geometry` are those of `DecodeRope`.
     """
 
     q: Tensor
@@ -76,11 +83,17 @@ class Append(NamedTuple):
     q_weight: Tensor | None = None
     k_weight: Tensor | None = None
     q_token_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    q_scale: Tensor | None = None
+    k_scale_out: Tensor | None = None
+    v_scale_out: Tensor | None = None
     tokens_per_request: int = 1
     is_neox: bool = True
     kv_layout: str = "NHD"
     enable_pdl: bool | None = None
     norm: NormFacts | None = None
+    kv_dtype: torch.dtype | None = None
     metadata_ready: bool = False
     geometry: Any = None
 
@@ -146,7 +159,18 @@ def kernel_tensors(call: Record) -> dict[str, Tensor]:
 
 def absent_parameters(call: Record) -> dict[str, None]:
     """The pointer parameters that a call's kernel does not have, as the compile-time None that they are."""
-    return {role.parameter: None for role, x in zip(call.ROLES.values(), call, strict=False) if x is None and role.stand_in is None}
+    given = kernel_tensors(call)
+    return {role.parameter: None for role in call.ROLES.values() if role.parameter not in given}
+
+
+def scale_fields(k_scale, v_scale) -> dict:
+    """The fields of `Append` that `k_scale` and `v_scale` fill: a scale of two dimensions or more, one for each token and head of
+    the cache, is written."""
+    found = {}
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        written = isinstance(scale, Tensor) and scale.dim() >= 2
+        found[f"{name}_out" if written else name] = scale
+    return found
 
 
 def of_table(cos_sin_cache, is_neox: bool, axis_map: Tensor | None = None):

@@ -1,9 +1,12 @@
 """Every fault of an argument, found before anything is launched or written."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from .arguments import Append, Rotation, given_tensors
+from .codes import CODES, DYNAMIC, cache_dtype, is_float8
 from .layout import cache_view, share_memory
 from .rules import (
     DTYPES,
@@ -48,17 +51,23 @@ def check_append(call: Append, *, prefill: bool) -> None:
     if k is None or live:
         _nothing_appended(call, live)
     else:
-        for name in ("k", "v"):
-            _cache(call, name)
+        for row in ("k", "v"):
+            _cache(call, row)
         _same_pages(call)
+        for row in ("k", "v"):
+            _scale(call, row)
     if call.cu_seqlens_q is not None:
         _cu_seqlens(call)
     if k is not None and not live:
         _addressing(call, prefill)
-    for name, like in (("q_out", q), ("k_out", k)):
-        out = getattr(call, name)
-        if out is not None:
-            check_like(name, out, name[0], like)
+    if call.k_out is not None:
+        check_like("k_out", call.k_out, "k", k)
+    if call.q_out is not None:
+        _q_out(call)
+    elif call.q_scale is not None:
+        raise ValueError("q_scale: expected None without a q_out of float8_e4m3fn, which is what it scales; leave it out")
+    if k is None or live:
+        _no_scales(call)
     given = given_tensors(call)
     if k is None:
         given = {name: x for name, x in given.items() if name not in ("k_cache", "v_cache")}
@@ -169,8 +178,7 @@ def _cache(call: Append, row: str) -> None:
     """The rules for `k_cache` or `v_cache`, into which the rows of k or v go."""
     name, cache, x, kv_layout = f"{row}_cache", getattr(call, f"{row}_cache"), getattr(call, row), call.kv_layout
     check_tensor(name, cache)
-    if cache.dtype != x.dtype:
-        raise TypeError(f"{name}: expected the dtype of {row}, {x.dtype}, got {cache.dtype}")
+    _cache_dtype(name, cache, row, x.dtype, call.kv_dtype)
     if cache.dim() not in (3, 4):
         raise ValueError(
             f"{name}: expected 4 dimensions ({kv_layout}) or a flat [slots, num_kv_heads, head_dim], "
@@ -185,6 +193,85 @@ def _cache(call: Append, row: str) -> None:
     if view.page_size < 1:
         raise ValueError(f"{name}: expected a page_size of at least 1, got shape {tuple(cache.shape)}")
     check_last_dim(name, cache)
+
+
+def _cache_dtype(name: str, cache: Tensor, row: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    quantised = "float8_e4m3fn, float8_e5m2 or int8"
+    if kv_dtype is not None and not isinstance(kv_dtype, torch.dtype):
+        raise TypeError(f"kv_dtype: expected a torch.dtype or None, got {type(kv_dtype).__name__}")
+    if kv_dtype is not None and kv_dtype != dtype and kv_dtype not in CODES:
+        raise TypeError(f"kv_dtype: expected {quantised}, or the dtype of {row}, {dtype}, got {kv_dtype}")
+    if cache.dtype == torch.uint8:
+        if kv_dtype not in CODES:
+            raise TypeError(f"{name}: expected kv_dtype to say what its bytes are, {quantised}, got kv_dtype={kv_dtype}")
+    elif cache.dtype != dtype and cache.dtype not in CODES:
+        raise TypeError(f"{name}: expected the dtype of {row}, {dtype}, or {quantised}, got {cache.dtype}")
+    elif kv_dtype not in (None, cache.dtype):
+        raise TypeError(f"{name}: expected kv_dtype {kv_dtype}, or bytes of it as uint8, got {cache.dtype}")
+
+
+def _scale(call: Append, row: str) -> None:
+    """The rules for `k_scale` or `v_scale`."""
+    name, cache = f"{row}_scale", getattr(call, f"{row}_cache")
+    given, out, dtype = getattr(call, name), getattr(call, f"{name}_out"), cache_dtype(call, cache)
+    if dtype not in CODES:
+        if given is not None or out is not None:
+            raise ValueError(f"{name}: expected None, because {row}_cache holds {dtype} and is not quantised; leave it out")
+        return
+    if given is None and out is None:
+        if dtype == torch.int8:
+            raise ValueError(f"{name}: expected a scale for an int8 cache, got None")
+        return
+    view = cache_view(cache, call.kv_layout)
+    if out is None:
+        _given_scale(name, given, (1, view.num_heads))
+        return
+    if dtype not in DYNAMIC:
+        raise ValueError(
+            f"{name}: expected a scale of shape [1] or [{view.num_heads}] for a cache of {dtype}, got {tuple(out.shape)}"
+        )
+    check_scale_dtype(name, out)
+    shape = (view.num_pages, view.num_heads) if cache.dim() == 3 else (view.num_pages, view.page_size, view.num_heads)
+    if tuple(out.shape) != shape:
+        wanted = "[slots, num_kv_heads]" if cache.dim() == 3 else "[pages, page_size, num_kv_heads]"
+        raise ValueError(f"{name}: expected shape {list(shape)}, {wanted} in any layout of the cache, got {tuple(out.shape)}")
+    check_own_places(name, out)
+
+
+def _given_scale(name: str, scale, sizes: tuple[int, ...]) -> None:
+    check_tensor(name, scale)
+    check_scale_dtype(name, scale)
+    if scale.dim() > 1 or scale.numel() not in sizes:
+        raise ValueError(f"{name}: expected shape {' or '.join(f'[{n}]' for n in dict.fromkeys(sizes))}, got {tuple(scale.shape)}")
+    if scale.device.type == "cpu" and not bool(((scale > 0) & (scale < math.inf)).all()):
+        raise ValueError(f"{name}: expected positive finite scales, got {scale.tolist()}")
+
+
+def check_scale_dtype(name: str, scale: Tensor) -> None:
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name}: expected float32, got {scale.dtype}")
+
+
+def _q_out(call: Append) -> None:
+    """The rules for `q_out`, which has the dtype of q or holds codes, and for `q_scale`."""
+    q, out = call.q, call.q_out
+    check_tensor("q_out", out)
+    if is_float8(out.dtype):
+        if out.dtype != torch.float8_e4m3fn:
+            raise TypeError(f"q_out: expected the dtype of q, {q.dtype}, or float8_e4m3fn, got {out.dtype}")
+        check_like("q_out", out, "q", q, any_dtype=True)
+        if call.q_scale is not None:
+            _given_scale("q_scale", call.q_scale, (1,))
+        return
+    check_like("q_out", out, "q", q)
+    if call.q_scale is not None:
+        raise ValueError(f"q_scale: expected None, because q_out holds {out.dtype} and is not quantised; leave it out")
+
+
+def _no_scales(call: Append) -> None:
+    for name in ("k_scale", "v_scale"):
+        if getattr(call, name) is not None or getattr(call, f"{name}_out") is not None:
+            raise ValueError(f"{name}: expected None, because no cache is written; leave it out")
 
 
 def _same_pages(call: Append) -> None:

@@ -30,26 +30,51 @@ def cache_view(cache: Tensor, kv_layout: str) -> CacheView:
     return CacheView(shape[0], shape[offset], shape[head], shape[3], stride[0], stride[offset], stride[head])
 
 
-def append_steps(call: Append) -> dict[str, tuple[int, int]]:
-    """(stride in elements, size) of every dimension that a kernel steps along, by the name of the stride: tokens and heads of rows,
-    pages, offsets and heads of caches. Zeros for a cache that is not written; a row that is None has the steps of its stand-in."""
+class Step(NamedTuple):
+    """What a kernel steps along: a stride in elements, how many steps there are, the size of an element in bytes, the kind of
+    tensor."""
+
+    stride: int
+    size: int
+    itemsize: int
+    kind: int
+
+
+def append_steps(call: Append) -> dict[str, Step]:
+    """Every dimension that a kernel steps along, by the name of the stride: tokens and heads of rows, pages, offsets and heads of
+    caches. Zeros for a cache that is not written; a row that is None has the steps of its stand-in."""
     found = {}
     for name, role in call.ROLES.items():
         x = getattr(call, name)
         if role.kind == ROW:
             x = getattr(call, role.stand_in) if x is None else x
-            found |= _named(role.short, "th", x.stride(), x.shape)
-        elif role.kind == CACHE and not call.writes_cache:
-            found |= _named(role.short, "pth", (0, 0, 0), (0, 0, 0))
-        elif role.kind == CACHE:
+            letters, strides, sizes = "th", x.stride(), x.shape
+        elif role.kind == CACHE and call.writes_cache:
             view = cache_view(x, call.kv_layout)
-            strides = (view.stride_page, view.stride_offset, view.stride_head)
-            found |= _named(role.short, "pth", strides, (view.num_pages, view.page_size, view.num_heads))
+            letters, strides = "pth", (view.stride_page, view.stride_offset, view.stride_head)
+            sizes = (view.num_pages, view.page_size, view.num_heads)
+        elif role.kind == CACHE:
+            letters, strides, sizes, x = "pth", (0, 0, 0), (0, 0, 0), call.q
+        else:
+            continue
+        for i, letter in enumerate(letters):
+            found[f"stride_{role.short}_{letter}"] = Step(strides[i], sizes[i], x.element_size(), role.kind)
     return found
 
 
-def _named(short: str, letters: str, strides, sizes) -> dict[str, tuple[int, int]]:
-    return {f"stride_{short}_{letter}": (strides[i], sizes[i]) for i, letter in enumerate(letters)}
+def scale_steps(call: Append) -> dict[str, int]:
+    """The strides of the scales of caches, in elements, by name: 0 where all pages, tokens or heads share one."""
+    found = {}
+    for row, short in (("k", "ks"), ("v", "vs")):
+        out, scale = getattr(call, f"{row}_scale_out"), getattr(call, f"{row}_scale")
+        if out is not None:
+            strides = (out.stride(0), 0, out.stride(1)) if out.dim() == 2 else out.stride()
+        elif scale is not None:
+            strides = (0, 0, scale.stride(0) if scale.numel() > 1 else 0)
+        else:
+            continue
+        found |= {f"stride_{short}_{letter}": stride for letter, stride in zip("pth", strides, strict=True)}
+    return found
 
 
 def index_shape(call: Append) -> tuple[int, int]:

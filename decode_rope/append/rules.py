@@ -70,10 +70,10 @@ def check_index_dtype(name: str, x: Tensor) -> None:
         raise TypeError(f"{name}: expected int32 or int64, got {x.dtype}")
 
 
-def check_like(name: str, out, like_name: str, like: Tensor) -> None:
+def check_like(name: str, out, like_name: str, like: Tensor, *, any_dtype: bool = False) -> None:
     """The rule for an output: it has the dtype and shape of what is written to it."""
     check_tensor(name, out)
-    if out.dtype != like.dtype:
+    if out.dtype != like.dtype and not any_dtype:
         raise TypeError(f"{name}: expected the dtype of {like_name}, {like.dtype}, got {out.dtype}")
     if out.shape != like.shape:
         raise ValueError(f"{name}: expected shape {tuple(like.shape)} as {like_name}, got {tuple(out.shape)}")
@@ -171,7 +171,7 @@ def check_aliasing(given: dict[str, Tensor]) -> None:
     """The tensors that an append writes overlap neither themselves nor anything else that it reads or writes, except that `q_out`
     may be q and `k_out` may be k."""
     in_place = "q" if "q_out" not in given else "q_out"
-    for name in (in_place, "k_out", "k_cache", "v_cache"):
+    for name in (in_place, "k_out", "k_cache", "v_cache", "k_scale_out", "v_scale_out"):
         out = given.get(name)
         if out is None:
             continue
@@ -181,4 +181,5 @@ def check_aliasing(given: dict[str, Tensor]) -> None:
                 continue
             if name == f"{other}_out" and out.data_ptr() == x.data_ptr() and out.stride() == x.stride():
                 continue
-            raise ValueError(f"{name}: expected memory of its own, got memory shared with {other}")
+            shown, met = (x.replace("_scale_out", "_scale") for x in (name, other))
+            raise ValueError(f"{shown}: expected memory of its own, got memory shared with {met}")

@@ -5,6 +5,7 @@ Operators return nothing, have no gradient and bump no version counter.
 
 import typing
 
+import torch
 from torch import Tensor
 
 from ..append.arguments import ROW, Append, of_table
@@ -26,7 +27,7 @@ WAYS = {
     (False, False): ("_q_out", "Tensor q, Tensor(a!) q_out, Tensor? k, Tensor? v, Tensor(d!)? k_out"),
     (False, True): ("_q_out_k_in_place", "Tensor q, Tensor(a!) q_out, Tensor(d!) k, Tensor? v"),
 }
-_WRITTEN = {"k_cache": "Tensor(b!)?", "v_cache": "Tensor(c!)?"}
+_WRITTEN = {"k_cache": "Tensor(b!)?", "v_cache": "Tensor(c!)?", "k_scale_out": "Tensor(e!)?", "v_scale_out": "Tensor(f!)?"}
 _KINDS = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -34,6 +35,7 @@ _KINDS = {
     bool: "bool",
     str: "str",
     bool | None: "bool?",
+    torch.dtype | None: "ScalarType?",
     NormFacts | None: "float[]?",
     typing.Any: "int[]?",  # a geometry
 }

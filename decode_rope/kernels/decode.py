@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .heads import load_angles, past_table
 from .norm import changed_rows, load_weights, normed_row
+from .quant import load_scale, quantised_row, row_scale
 from .rotation import (
     POSITION,
     copy_span,
@@ -38,13 +39,13 @@ EVICT = tl.constexpr("evict_last")
 
 @triton.jit
 def _q_tile(
-    block, group, q, q_out, cos_sin_ptr, positions, faults_ptr, num_tokens, max_position, weight_ptr, token_scale_ptr,
+    block, group, q, q_out, cos_sin_ptr, positions, faults_ptr, num_tokens, max_position, weight_ptr, token_scale_ptr, scale_ptr,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, Q_OUT: tl.constexpr,
     REPORT: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ROUNDED: tl.constexpr,
-    ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, ALIGN_WEIGHT: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
-    PREFETCH: tl.constexpr, FENCE: tl.constexpr,
+    CODE: tl.constexpr, NATIVE_CAST: tl.constexpr, ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, ALIGN_WEIGHT: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr, FENCE: tl.constexpr,
 ):  # fmt: skip
-    CHANGES_TAIL: tl.constexpr = NORM > 0 or token_scale_ptr is not None
+    CHANGES_TAIL: tl.constexpr = NORM > 0 or token_scale_ptr is not None or CODE > 0
     token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH, H % BH == 0)
     src = _rows(q, token, head, ALIGN)
     dst = _rows(q_out, token, head, ALIGN)
@@ -53,15 +54,20 @@ def _q_tile(
             pairs, tail = _load_row(src, ok, D, R, NEOX, CHANGES_TAIL)
         pos = load_per_token(positions[0], token, num_tokens, BT, EVICT)
         weights = load_weights(weight_ptr, head, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, EVICT)
-        scale = _load_scale(token_scale_ptr, token, num_tokens, BT)
+        token_scale = _load_token_scale(token_scale_ptr, token, num_tokens, BT)
+        scale = load_scale(scale_ptr, 0, head, H, EVICT)
         issue_loads(FENCE and not PREFETCH)
         angles, bad = _angles(cos_sin_ptr, positions, token, pos, head, num_tokens, max_position, R, AXES, ALIGN_TABLE, BT)
         if PREFETCH:
             gdc_wait()
             pairs, tail = _load_row(src, ok, D, R, NEOX, CHANGES_TAIL)
         new_pairs, new_tail = changed_rows(
-            pairs, tail, angles, weights, scale, D, R, NORM, EPS, ROUNDED, weight_ptr is not None, token_scale_ptr is not None
-        )
+            pairs, tail, angles, weights, token_scale, D, R, NORM, EPS, ROUNDED,
+            weight_ptr is not None, token_scale_ptr is not None,
+        )  # fmt: skip
+        if CODE > 0:
+            new_pairs, new_tail = quantised_row(new_pairs, new_tail, scale, D, R, CODE, NATIVE_CAST)
+            pairs, tail = quantised_row(pairs, tail, scale, D, R, CODE, NATIVE_CAST)
         changed = _turns(pos, bad, max_position, head, R, AXES)
         _store_row(dst, ok & changed, new_pairs, new_tail, D, R, NEOX, CHANGES_TAIL)
         if Q_OUT:
@@ -111,7 +117,7 @@ def _store_row(row, ok, pairs, tail, D: tl.constexpr, R: tl.constexpr, NEOX: tl.
 
 
 @triton.jit
-def _load_scale(ptr, token, num_tokens, BT: tl.constexpr):
+def _load_token_scale(ptr, token, num_tokens, BT: tl.constexpr):
     """(The scale of each token,), or an empty tuple without a pointer."""
     scale = ()
     if ptr is not None:
@@ -164,10 +170,11 @@ def _report_positions(faults_ptr, token, pos, bad, max_position, group, head, AX
 
 @triton.jit
 def _k_tile(
-    block, group, k, k_out, k_cache, cos_sin_ptr, positions, where, faults_ptr, num_tokens, max_position, weight_ptr,
+    block, group, k, k_out, k_cache, cos_sin_ptr, positions, where, faults_ptr, num_tokens, max_position, weight_ptr, scale,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr,
     PAGE: tl.constexpr, TOKENS_PER_REQUEST: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, K_OUT: tl.constexpr,
     NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ROUNDED: tl.constexpr,
+    CODE: tl.constexpr, DYNAMIC: tl.constexpr, NATIVE_CAST: tl.constexpr,
     ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr, ALIGN_TABLE: tl.constexpr, ALIGN_WEIGHT: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr, FENCE: tl.constexpr,
 ):  # fmt: skip
@@ -178,6 +185,9 @@ def _k_tile(
         pairs, tail = _load_row(src, ok, D, R, NEOX, True)
     pos = load_per_token(positions[0], token, num_tokens, BT, EVICT)
     weights = load_weights(weight_ptr, head, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, EVICT)
+    given_scale = ()
+    if not DYNAMIC:
+        given_scale = load_scale(scale[0], scale[3], head, H, EVICT)
     issue_loads(FENCE and not PREFETCH)
     page, offset, writes, kind, value = locate(
         token, pos, where, num_tokens, max_position,
@@ -196,7 +206,13 @@ def _k_tile(
     new_pairs, new_tail = changed_rows(
         pairs, tail, angles, weights, (), D, R, NORM, EPS, ROUNDED, weight_ptr is not None, False
     )  # fmt: skip
-    _store_row(slot, live, new_pairs, new_tail, D, R, NEOX, True)
+    if CODE > 0:
+        cached_pairs, cached_tail = _codes(
+            new_pairs, new_tail, given_scale, scale, page, offset, head, live, D, R, CODE, DYNAMIC, NATIVE_CAST
+        )  # fmt: skip
+        _store_row(slot, live, cached_pairs, cached_tail, D, R, NEOX, True)
+    else:
+        _store_row(slot, live, new_pairs, new_tail, D, R, NEOX, True)
     if K_OUT:
         if R > 0 or NORM > 0:
             changed = _turns(pos, bad, max_position, head, R, AXES)
@@ -208,17 +224,34 @@ def _k_tile(
 
 
 @triton.jit
+def _codes(
+    pairs, tail, given_scale, scale, page, offset, head, live, D: tl.constexpr, R: tl.constexpr, CODE: tl.constexpr,
+    DYNAMIC: tl.constexpr, NATIVE_CAST: tl.constexpr,
+):  # fmt: skip
+    """The codes of rows for their slots. With DYNAMIC, each row's scale is found and written beside it, to `scale`: (pointer,
+    strides of pages, of offsets in them, of heads)."""
+    if DYNAMIC:
+        given_scale = (row_scale(pairs, tail, D, R, CODE),)
+        tl.store(_slots(scale, page, offset, head, 4), given_scale[0], mask=live)
+    return quantised_row(pairs, tail, given_scale, D, R, CODE, NATIVE_CAST)
+
+
+@triton.jit
 def _v_tile(
-    block, group, v, v_cache, positions, where, num_tokens, max_position,
+    block, group, v, v_cache, positions, where, num_tokens, max_position, scale,
     H: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     TOKENS_PER_REQUEST: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, V_NORM: tl.constexpr, EPS: tl.constexpr,
-    ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr, FENCE: tl.constexpr,
+    CODE: tl.constexpr, DYNAMIC: tl.constexpr, NATIVE_CAST: tl.constexpr, ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr, FENCE: tl.constexpr,
 ):  # fmt: skip
     token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH, H % BH == 0)
     src = _rows(v, token, head, ALIGN)
     if not PREFETCH:
         x = load_span(src, ok, 0, DV)
     pos = load_per_token(positions[0], token, num_tokens, BT, EVICT)
+    given_scale = ()
+    if not DYNAMIC:
+        given_scale = load_scale(scale[0], scale[3], head, H, EVICT)
     issue_loads(FENCE and not PREFETCH)
     page, offset, writes, _kind, _value = locate(
         token, pos, where, num_tokens, max_position,
@@ -235,7 +268,11 @@ def _v_tile(
         issue_loads(FENCE)
     if V_NORM:
         x = normed_row(x, DV, EPS)
-    store_span(slot, ok & (head * 0 + writes > 0), x, 0, DV)
+    live = ok & (head * 0 + writes > 0)
+    if CODE > 0:
+        _pairs, codes = _codes((), (x,), given_scale, scale, page, offset, head, live, DV, 0, CODE, DYNAMIC, NATIVE_CAST)
+        x = codes[0]
+    store_span(slot, live, x, 0, DV)
 
 
 @kernel
@@ -281,6 +318,15 @@ def rope_append_decode_kernel(
     q_token_scale_ptr,
     axis_map_ptr,
     stride_axis,
+    k_scale_ptr,  # given, or written beside each row
+    stride_ks_p,
+    stride_ks_t,
+    stride_ks_h,
+    v_scale_ptr,
+    stride_vs_p,
+    stride_vs_t,
+    stride_vs_h,
+    q_scale_ptr,
     HQ: tl.constexpr,  # query heads
     HKV: tl.constexpr,  # KV heads; 0: rotate Q only
     D: tl.constexpr,
@@ -299,6 +345,12 @@ def rope_append_decode_kernel(
     EPS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,  # added to the norm's weights
     ROUNDED: tl.constexpr,  # to the dtype of q between norm and rotation
+    Q_CODE: tl.constexpr,  # what q_out and the caches hold: 0 the dtype of q, else codes as `quant` numbers them
+    K_CODE: tl.constexpr,
+    V_CODE: tl.constexpr,
+    K_DYNAMIC: tl.constexpr,  # scales are found and written, not given
+    V_DYNAMIC: tl.constexpr,
+    NATIVE_CAST: tl.constexpr,  # the GPU has instructions for 8-bit floats
     ALIGN: tl.constexpr,  # bytes every row of q, k, v and the outputs is aligned to
     ALIGN_CACHE: tl.constexpr,  # the same of the caches
     ALIGN_TABLE: tl.constexpr,
@@ -329,9 +381,9 @@ def rope_append_decode_kernel(
     if HKV == 0 or pid < q_tiles:
         _q_tile(
             pid // NQ, pid % NQ, (q_ptr, stride_q_t, stride_q_h), (q_out_ptr, stride_qo_t, stride_qo_h),
-            cos_sin_ptr, positions, faults_ptr, num_tokens, max_position, q_weight_ptr, q_token_scale_ptr,
+            cos_sin_ptr, positions, faults_ptr, num_tokens, max_position, q_weight_ptr, q_token_scale_ptr, q_scale_ptr,
             HQ, D, R, NEOX, AXES, Q_OUT, HKV == 0, NORM, EPS, WEIGHT_OFFSET, ROUNDED,
-            ALIGN, ALIGN_TABLE, ALIGN_WEIGHT, BTQ, BHQ, PREFETCH, FENCE,
+            Q_CODE, NATIVE_CAST, ALIGN, ALIGN_TABLE, ALIGN_WEIGHT, BTQ, BHQ, PREFETCH, FENCE,
         )  # fmt: skip
     else:
         k_tiles = ((num_tokens + BTK - 1) // BTK) * NK
@@ -341,15 +393,17 @@ def rope_append_decode_kernel(
                 tile // NK, tile % NK, (k_ptr, stride_k_t, stride_k_h), (k_out_ptr, stride_ko_t, stride_ko_h),
                 (k_cache_ptr, stride_kc_p, stride_kc_t, stride_kc_h),
                 cos_sin_ptr, positions, where, faults_ptr, num_tokens, max_position, k_weight_ptr,
+                (k_scale_ptr, stride_ks_p, stride_ks_t, stride_ks_h),
                 HKV, D, R, NEOX, AXES, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, K_OUT,
-                NORM, EPS, WEIGHT_OFFSET, ROUNDED,
+                NORM, EPS, WEIGHT_OFFSET, ROUNDED, K_CODE, K_DYNAMIC, NATIVE_CAST,
                 ALIGN, ALIGN_CACHE, ALIGN_TABLE, ALIGN_WEIGHT, BTK, BHK, PREFETCH, FENCE,
             )  # fmt: skip
         else:
             tile -= k_tiles
             _v_tile(
                 tile // NK, tile % NK, (v_ptr, stride_v_t, stride_v_h), (v_cache_ptr, stride_vc_p, stride_vc_t, stride_vc_h),
-                positions, where, num_tokens, max_position,
+                positions, where, num_tokens, max_position, (v_scale_ptr, stride_vs_p, stride_vs_t, stride_vs_h),
                 HKV, DV, R, AXES, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, V_NORM, EPS,
+                V_CODE, V_DYNAMIC, NATIVE_CAST,
                 ALIGN, ALIGN_CACHE, BTK, BHK, PREFETCH, FENCE,
             )  # fmt: skip

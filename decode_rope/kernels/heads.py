@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 
 from .norm import changed_rows
+from .quant import load_scale, quantised_row, row_scale
 from .rotation import (
+    NORMAL,
     load_cos_sin,
     load_pairs,
     load_span,
@@ -93,6 +95,38 @@ def change_heads(
     if NORM == 0 and not SCALED:
         new_tails = tails
     return new_pairs, new_tails
+
+
+@triton.jit
+def code_heads(
+    pairs, tails, scale, block, group, num_tokens, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, CODE: tl.constexpr,
+    DYNAMIC: tl.constexpr, NATIVE_CAST: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """The codes of every group of heads, and with DYNAMIC the scales that they have: (pairs, tails, scales). `scale`: (pointer,
+    strides of pages, of offsets in them, of heads) of the scales."""
+    new_pairs = ()
+    new_tails = ()
+    scales = ()
+    for i in tl.static_range(LOOP):
+        _token, head, _ok = tile_rows(block, group * LOOP + i, num_tokens, H, BT, BH)
+        row = ()
+        tail = ()
+        if R > 0:
+            row = pairs[i]
+        if R < D:
+            tail = (tails[i],)
+        own = ()
+        if DYNAMIC:
+            own = (row_scale(row, tail, D, R, CODE),)
+            scales += own
+        else:
+            own = load_scale(scale[0], scale[3], head, H, NORMAL)
+        row, tail = quantised_row(row, tail, own, D, R, CODE, NATIVE_CAST)
+        if R > 0:
+            new_pairs += (row,)
+        if R < D:
+            new_tails += tail
+    return new_pairs, new_tails, scales
 
 
 @triton.jit

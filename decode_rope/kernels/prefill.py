@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .heads import STREAM, change_heads, load_angles, load_heads, past_table, store_heads
+from .heads import STREAM, change_heads, code_heads, load_angles, load_heads, past_table, store_heads
 from .norm import load_weights
 from .rotation import NORMAL, POSITION, kernel, locate, report_faults, row_pointers, store_pairs, store_span, tile_rows
 
@@ -62,9 +62,9 @@ def _slots(
 
 @triton.jit
 def _store_rows(
-    request, block, group, pairs, tails, pos, bad, cache, where, faults_ptr, num_tokens,
+    request, block, group, pairs, tails, pos, bad, cache, where, faults_ptr, num_tokens, scales, scale,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
-    OWN_CACHE_POSITIONS: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr,
+    OWN_CACHE_POSITIONS: tl.constexpr, REPORT: tl.constexpr, DYNAMIC: tl.constexpr, ALIGN: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Write LOOP groups of heads to the slots of their tokens, which are in `request` (one for all, or one a
@@ -80,6 +80,9 @@ def _store_rows(
             store_pairs(row, ok & writes, pairs[i][0], pairs[i][1], R, NEOX, STREAM, WHOLE)
         if R < D:
             store_span(row, ok & writes, tails[i], R, D - R, STREAM)
+        if DYNAMIC:
+            scale_ptr, stride_sp, stride_st, stride_sh = scale
+            tl.store(scale_ptr + page * stride_sp + offset * stride_st + head * stride_sh, scales[i], mask=ok & writes)
     if REPORT:
         token, head, ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
         report_faults(faults_ptr, token, kind, value, group, head, BT)
@@ -88,12 +91,17 @@ def _store_rows(
 @triton.jit
 def _store(
     block, group, pairs, tails, pos, bad, cache, where, cu_seqlens_ptr, faults_ptr, num_tokens, tokens_per_request, num_requests,
-    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
-    RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, REPORT: tl.constexpr, ALIGN: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
+    scale, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
+    RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, REPORT: tl.constexpr, CODE: tl.constexpr, DYNAMIC: tl.constexpr,
+    NATIVE_CAST: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Find the requests of a tile's tokens, then `_store_rows`."""
+    """Quantise rows if CODE says so, find the requests of a tile's tokens, then `_store_rows`."""
     token, _head, _ok = tile_rows(block, group * LOOP, num_tokens, H, BT, BH)
+    scales = ()
+    if CODE > 0:
+        pairs, tails, scales = code_heads(
+            pairs, tails, scale, block, group, num_tokens, H, D, R, CODE, DYNAMIC, NATIVE_CAST, BT, BH, LOOP
+        )
     if RAGGED and PAGED:
         # Walk the tile from sequence to sequence, mostly one step. `cursor` always moves, so no contents can hold us up.
         cursor = block * BT
@@ -105,8 +113,8 @@ def _store(
             inside = (token >= begins) & (token >= cursor) & (token < ends)
             _store_rows(
                 request, block, group, pairs, tails, tl.where(inside, pos, -1), tl.where(inside, bad, -1), cache, where,
-                faults_ptr, num_tokens,
-                H, D, R, NEOX, PAGED, PAGE, OWN_CACHE_POSITIONS, REPORT, ALIGN, BT, BH, LOOP, WHOLE,
+                faults_ptr, num_tokens, scales, scale,
+                H, D, R, NEOX, PAGED, PAGE, OWN_CACHE_POSITIONS, REPORT, DYNAMIC, ALIGN, BT, BH, LOOP, WHOLE,
             )  # fmt: skip
             cursor = tl.maximum(ends, cursor + 1)
     else:
@@ -115,8 +123,8 @@ def _store(
             # Fewer than 2^28 tokens: divide in 32 bits, for 64 take a call.
             request = (token.to(tl.int32) // tl.minimum(tokens_per_request, 1 << 28).to(tl.int32)).to(tl.int64)
         _store_rows(
-            request, block, group, pairs, tails, pos, bad, cache, where, faults_ptr, num_tokens,
-            H, D, R, NEOX, PAGED, PAGE, OWN_CACHE_POSITIONS, REPORT, ALIGN, BT, BH, LOOP, WHOLE,
+            request, block, group, pairs, tails, pos, bad, cache, where, faults_ptr, num_tokens, scales, scale,
+            H, D, R, NEOX, PAGED, PAGE, OWN_CACHE_POSITIONS, REPORT, DYNAMIC, ALIGN, BT, BH, LOOP, WHOLE,
         )  # fmt: skip
 
 
@@ -132,16 +140,16 @@ def _bounds(cu_seqlens_ptr, request, num_requests):
 @triton.jit
 def _rotate_tile(
     block, group, rows, out, cos_sin_ptr, positions, cu_seqlens_ptr, faults_ptr, num_tokens, max_position, num_requests,
-    weight_ptr, token_scale_ptr,
+    weight_ptr, token_scale_ptr, scale_ptr,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, RAGGED: tl.constexpr,
     OUT: tl.constexpr, REPORT: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
-    ROUNDED: tl.constexpr, ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr, ALIGN_WEIGHT: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
+    ROUNDED: tl.constexpr, CODE: tl.constexpr, NATIVE_CAST: tl.constexpr, ALIGN: tl.constexpr, ALIGN_TABLE: tl.constexpr,
+    ALIGN_WEIGHT: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Rows of Q, or of K without a cache. `rows`, `out`: (pointer, stride of tokens, stride of heads); `positions`: (pointer,
     stride of axes, axis map)."""
     SCALED: tl.constexpr = token_scale_ptr is not None
-    CHANGES_TAIL: tl.constexpr = NORM > 0 or SCALED
+    CHANGES_TAIL: tl.constexpr = NORM > 0 or SCALED or CODE > 0
     positions_ptr, stride_axis, axis_map_ptr = positions
     src_ptr, stride_t, stride_h = rows
     out_ptr, stride_out_t, stride_out_h = out
@@ -167,8 +175,17 @@ def _rotate_tile(
             scale = (tl.load(token_scale_ptr + token, mask=valid, other=0.0),)
         new = change_heads(
             pairs, tails, angles, weights, scale, D, R, NORM, EPS, ROUNDED, weight_ptr is not None, SCALED,
-            out_ptr.dtype.element_ty, LOOP,
+            out_ptr.dtype.element_ty if CODE == 0 else tl.float32, LOOP,
         )  # fmt: skip
+        if CODE > 0:
+            per_head = (scale_ptr, 0, 0, 0)
+            new_pairs, new_tails, _scales = code_heads(
+                new[0], new[1], per_head, block, group, num_tokens, H, D, R, CODE, False, NATIVE_CAST, BT, BH, LOOP
+            )  # fmt: skip
+            new = (new_pairs, new_tails)
+            pairs, tails, _scales = code_heads(
+                pairs, tails, per_head, block, group, num_tokens, H, D, R, CODE, False, NATIVE_CAST, BT, BH, LOOP
+            )  # fmt: skip
         turn = (pos >= 0) & (bad < 0)
         if REPORT and R > 0:
             report_faults(faults_ptr, token, tl.where(bad >= 0, POSITION, 0), bad, group, head, BT)
@@ -181,10 +198,11 @@ def _rotate_tile(
 @triton.jit
 def _k_tile(
     block, group, k, k_out, k_cache, cos_sin_ptr, positions, where, cu_seqlens_ptr, faults_ptr,
-    num_tokens, max_position, tokens_per_request, num_requests, weight_ptr,
+    num_tokens, max_position, tokens_per_request, num_requests, weight_ptr, scale,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr,
     PAGE: tl.constexpr, RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, K_OUT: tl.constexpr,
     NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ROUNDED: tl.constexpr,
+    CODE: tl.constexpr, DYNAMIC: tl.constexpr, NATIVE_CAST: tl.constexpr,
     ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr, ALIGN_TABLE: tl.constexpr, ALIGN_WEIGHT: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -204,7 +222,8 @@ def _k_tile(
         )  # fmt: skip
     weights = load_weights(weight_ptr, head, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, NORMAL)
     new = change_heads(
-        pairs, tails, angles, weights, (), D, R, NORM, EPS, ROUNDED, weight_ptr is not None, False, k_ptr.dtype.element_ty, LOOP
+        pairs, tails, angles, weights, (), D, R, NORM, EPS, ROUNDED, weight_ptr is not None, False,
+        k_ptr.dtype.element_ty if CODE == 0 else tl.float32, LOOP,
     )  # fmt: skip
     if K_OUT:
         out_ptr, stride_out_t, stride_out_h = k_out
@@ -214,18 +233,19 @@ def _k_tile(
         )  # fmt: skip
     _store(
         block, group, new[0], new[1], pos, bad, k_cache, where, cu_seqlens_ptr, faults_ptr,
-        num_tokens, tokens_per_request, num_requests,
-        H, D, R, NEOX, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, True, ALIGN_CACHE, BT, BH, LOOP, WHOLE,
+        num_tokens, tokens_per_request, num_requests, scale,
+        H, D, R, NEOX, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, True, CODE, DYNAMIC, NATIVE_CAST, ALIGN_CACHE, BT, BH, LOOP, WHOLE,
     )  # fmt: skip
 
 
 @triton.jit
 def _v_tile(
     block, group, v, v_cache, positions, where, cu_seqlens_ptr, faults_ptr,
-    num_tokens, max_position, tokens_per_request, num_requests,
+    num_tokens, max_position, tokens_per_request, num_requests, scale,
     H: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, AXES: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     RAGGED: tl.constexpr, OWN_CACHE_POSITIONS: tl.constexpr, V_NORM: tl.constexpr, EPS: tl.constexpr,
-    ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
+    CODE: tl.constexpr, DYNAMIC: tl.constexpr, NATIVE_CAST: tl.constexpr, ALIGN: tl.constexpr, ALIGN_CACHE: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     positions_ptr, stride_axis, axis_map_ptr = positions
     v_ptr, stride_t, stride_h = v
@@ -237,8 +257,9 @@ def _v_tile(
         pairs, rows = change_heads(pairs, rows, (), ((), ()), (), DV, 0, 1, EPS, False, False, False, tl.float32, LOOP)
     _store(
         block, group, pairs, rows, pos, bad, v_cache, where, cu_seqlens_ptr, faults_ptr,
-        num_tokens, tokens_per_request, num_requests,
-        H, DV, 0, True, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, False, ALIGN_CACHE, BT, BH, LOOP, False,
+        num_tokens, tokens_per_request, num_requests, scale,
+        H, DV, 0, True, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, False, CODE, DYNAMIC, NATIVE_CAST,
+        ALIGN_CACHE, BT, BH, LOOP, False,
     )  # fmt: skip
 
 
@@ -285,6 +306,15 @@ def rope_append_prefill_kernel(
     q_weight_ptr,  # from here on: None, and no parameter at all, where there is none
     k_weight_ptr,
     q_token_scale_ptr,
+    k_scale_ptr,  # given, or written beside each row
+    stride_ks_p,
+    stride_ks_t,
+    stride_ks_h,
+    v_scale_ptr,
+    stride_vs_p,
+    stride_vs_t,
+    stride_vs_h,
+    q_scale_ptr,
     HQ: tl.constexpr,  # query heads
     HKV: tl.constexpr,  # KV heads; 0: rotate Q only
     D: tl.constexpr,
@@ -304,6 +334,12 @@ def rope_append_prefill_kernel(
     EPS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,  # added to the norm's weights
     ROUNDED: tl.constexpr,  # to the dtype of q between norm and rotation
+    Q_CODE: tl.constexpr,  # what q_out and the caches hold: 0 the dtype of q, else codes as `quant` numbers them
+    K_CODE: tl.constexpr,
+    V_CODE: tl.constexpr,
+    K_DYNAMIC: tl.constexpr,  # scales are found and written, not given
+    V_DYNAMIC: tl.constexpr,
+    NATIVE_CAST: tl.constexpr,  # the GPU has instructions for 8-bit floats
     ALIGN: tl.constexpr,  # bytes every row of q, k, v and the outputs is aligned to
     ALIGN_CACHE: tl.constexpr,  # the same of the caches
     ALIGN_TABLE: tl.constexpr,
@@ -340,15 +376,15 @@ def rope_append_prefill_kernel(
         _rotate_tile(
             stretch * (STRETCH // BTQ) + tile // NQ, tile % NQ,
             (q_ptr, stride_q_t, stride_q_h), (q_out_ptr, stride_qo_t, stride_qo_h), cos_sin_ptr, positions, cu_seqlens_ptr,
-            faults_ptr, num_tokens, max_position, num_requests, q_weight_ptr, q_token_scale_ptr,
-            HQ, D, R, NEOX, AXES, RAGGED, Q_OUT, HKV == 0, NORM, EPS, WEIGHT_OFFSET, ROUNDED,
+            faults_ptr, num_tokens, max_position, num_requests, q_weight_ptr, q_token_scale_ptr, q_scale_ptr,
+            HQ, D, R, NEOX, AXES, RAGGED, Q_OUT, HKV == 0, NORM, EPS, WEIGHT_OFFSET, ROUNDED, Q_CODE, NATIVE_CAST,
             ALIGN, ALIGN_TABLE, ALIGN_WEIGHT, BTQ, BHQ, LOOPQ, WHOLE,
         )  # fmt: skip
     elif not CACHE:
         _rotate_tile(
             stretch * (STRETCH // BTK) + (tile - Q_TILES) // NK, (tile - Q_TILES) % NK, k, k_out,
-            cos_sin_ptr, positions, cu_seqlens_ptr, faults_ptr, num_tokens, max_position, num_requests, k_weight_ptr, None,
-            HKV, D, R, NEOX, AXES, RAGGED, True, True, NORM, EPS, WEIGHT_OFFSET, ROUNDED,
+            cos_sin_ptr, positions, cu_seqlens_ptr, faults_ptr, num_tokens, max_position, num_requests, k_weight_ptr, None, None,
+            HKV, D, R, NEOX, AXES, RAGGED, True, True, NORM, EPS, WEIGHT_OFFSET, ROUNDED, 0, False,
             ALIGN, ALIGN_TABLE, ALIGN_WEIGHT, BTK, BHK, LOOPK, WHOLE,
         )  # fmt: skip
     elif tile < Q_TILES + K_TILES:
@@ -356,14 +392,16 @@ def rope_append_prefill_kernel(
             stretch * (STRETCH // BTK) + (tile - Q_TILES) // NK, (tile - Q_TILES) % NK, k, k_out,
             (k_cache_ptr, stride_kc_p, stride_kc_t, stride_kc_h), cos_sin_ptr, positions, where, cu_seqlens_ptr, faults_ptr,
             num_tokens, max_position, tokens_per_request, num_requests, k_weight_ptr,
+            (k_scale_ptr, stride_ks_p, stride_ks_t, stride_ks_h),
             HKV, D, R, NEOX, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, K_OUT, NORM, EPS, WEIGHT_OFFSET, ROUNDED,
-            ALIGN, ALIGN_CACHE, ALIGN_TABLE, ALIGN_WEIGHT, BTK, BHK, LOOPK, WHOLE,
+            K_CODE, K_DYNAMIC, NATIVE_CAST, ALIGN, ALIGN_CACHE, ALIGN_TABLE, ALIGN_WEIGHT, BTK, BHK, LOOPK, WHOLE,
         )  # fmt: skip
     else:
         tile -= Q_TILES + K_TILES
         _v_tile(
             stretch * (STRETCH // BTK) + tile // NK, tile % NK, (v_ptr, stride_v_t, stride_v_h),
             (v_cache_ptr, stride_vc_p, stride_vc_t, stride_vc_h), positions, where, cu_seqlens_ptr, faults_ptr,
-            num_tokens, max_position, tokens_per_request, num_requests,
-            HKV, DV, R, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, V_NORM, EPS, ALIGN, ALIGN_CACHE, BTK, BHK, LOOPK,
+            num_tokens, max_position, tokens_per_request, num_requests, (v_scale_ptr, stride_vs_p, stride_vs_t, stride_vs_h),
+            HKV, DV, R, AXES, PAGED, PAGE, RAGGED, OWN_CACHE_POSITIONS, V_NORM, EPS,
+            V_CODE, V_DYNAMIC, NATIVE_CAST, ALIGN, ALIGN_CACHE, BTK, BHK, LOOPK,
         )  # fmt: skip

@@ -2,48 +2,53 @@
 
 from typing import Any
 
-from ..append.arguments import Append, absent_parameters
+import torch
+
+from ..append.arguments import CACHE, ROW, WEIGHT, Append, absent_parameters, given_tensors
+from ..append.codes import cache_dtype, code_of
 from ..append.faults import fault_buffer
-from ..append.layout import append_steps, cache_view, index_shape, lowest_bit
+from ..append.layout import append_steps, cache_view, index_shape, lowest_bit, scale_steps
 from ..append.norm import QKNorm
+from .platform import casts_float8
 
 UNBOUNDED = 2**31 - 1  # as a number of positions, where nothing looks at it
 _WIDEST = 16  # bytes of one access
 
 
 class Alignment:
-    """How many bytes rows, caches and the table are aligned to: as many as their sizes and strides allow, or one element."""
+    """How many bytes rows, caches, the table and weights are aligned to: as many as sizes and strides allow, or one element.
+
+    Attributes:
+        holds: whether rows are aligned as well as their size allows. If not, nothing is taken to be aligned.
+    """
 
     def __init__(self, call: Append, aligned: bool):
-        self._sizes = [x.shape[2] for x in (call.q, call.v) if x is not None]
-        self._steps = append_steps(call)
-        self.rows, self.caches = self._most(call.q), self._most(call.k_cache if call.writes_cache else call.q)
-        self.table = lowest_bit(4 * _rotary_dim(call) | _WIDEST)
-        itemsizes = [w.element_size() for w in (call.q_weight, call.k_weight) if w is not None]
-        self.weights = min((lowest_bit(call.q.shape[2] * size | _WIDEST) for size in itemsizes), default=None)
-        self.holds = aligned and self._strides_fit(call)
-        if not self.holds:
-            self.weights = min(itemsizes, default=None)
-            self.rows = call.q.element_size()
-            self.caches = call.k_cache.element_size() if call.writes_cache else self.rows
+        given = given_tensors(call)
+        rows, caches, weights = ([x for name, x in given.items() if call.ROLES[name].kind == kind] for kind in (ROW, CACHE, WEIGHT))
+        steps = [step for step in append_steps(call).values() if step.size > 1]
+        self.rows = _common([x.shape[-1] * x.element_size() for x in rows])
+        self.holds = aligned and not any(s.stride * s.itemsize % self.rows for s in steps if s.kind == ROW)
+        if self.holds:
+            strides = [s.stride * s.itemsize for s in steps if s.kind == CACHE]
+            self.caches = _common([*(x.shape[-1] * x.element_size() for x in caches or rows), *strides])
+            self.table = _common([4 * _rotary_dim(call)])
+            self.weights = _common([x.shape[-1] * x.element_size() for x in weights]) if weights else None
+        else:
+            self.rows = min(x.element_size() for x in rows)
+            self.caches = min([x.element_size() for x in caches], default=self.rows)
             self.table = 4
-
-    def _most(self, x) -> int:
-        bits = _WIDEST
-        for size in self._sizes:
-            bits |= size * x.element_size()
-        return lowest_bit(bits)
-
-    def _strides_fit(self, call: Append) -> bool:
-        row, cache = call.q.element_size(), call.k_cache.element_size() if call.writes_cache else 1
-        for name, (stride, size) in self._steps.items():
-            item, align = (cache, self.caches) if name.startswith(("stride_kc", "stride_vc")) else (row, self.rows)
-            if size > 1 and stride * item % align:
-                return False
-        return True
+            self.weights = min([x.element_size() for x in weights], default=None)
 
 
-def append_facts(call: Append, alignment: Alignment) -> dict[str, Any]:
+def _common(distances: list[int]) -> int:
+    """The alignment in bytes, at most that of the widest access, that all distances keep."""
+    bits = _WIDEST
+    for distance in distances:
+        bits |= distance
+    return lowest_bit(bits)
+
+
+def append_facts(call: Append, alignment: Alignment, device: torch.device) -> dict[str, Any]:
     """The compile-time parameters that the kernels share; the kernels say what each means."""
     head_dim = call.q.shape[2]
     return {
@@ -60,6 +65,7 @@ def append_facts(call: Append, alignment: Alignment) -> dict[str, Any]:
         "K_OUT": call.k_out is not None,
         "AXES": num_axes(call),
         **norm_facts(call),
+        **_code_facts(call, device),
         **absent_parameters(call),
         "ALIGN": alignment.rows,
         "ALIGN_CACHE": alignment.caches,
@@ -90,8 +96,23 @@ def append_integers(call: Append) -> dict[str, int]:
         "num_tokens": call.q.shape[0],
         "max_position": UNBOUNDED if call.cos_sin_cache is None else call.cos_sin_cache.shape[0],
         "num_pages": cache_view(call.k_cache, call.kv_layout).num_pages if call.writes_cache else 0,
-        **{name: stride for name, (stride, _) in append_steps(call).items()},
+        **{name: step.stride for name, step in append_steps(call).items()},
+        **scale_steps(call),
     }
+
+
+def _code_facts(call: Append, device: torch.device) -> dict[str, Any]:
+    """What is quantised, and how."""
+    codes = {
+        "Q_CODE": 0 if call.q_out is None else code_of(call.q_out.dtype),
+        "K_CODE": code_of(cache_dtype(call, call.k_cache)) if call.writes_cache else 0,
+        "V_CODE": code_of(cache_dtype(call, call.v_cache)) if call.writes_cache else 0,
+    }
+    dynamic = {"K_DYNAMIC": call.k_scale_out is not None, "V_DYNAMIC": call.v_scale_out is not None}
+    steps = scale_steps(call)
+    names = [f"stride_{short}_{letter}" for short in ("ks", "vs") for letter in "pth"]
+    absent = {name: None for name in names if name not in steps}
+    return {**codes, **dynamic, "NATIVE_CAST": any(codes.values()) and casts_float8(device), **absent}
 
 
 def num_axes(call: Append) -> int:
@@ -110,10 +131,13 @@ def _rotary_dim(call: Append) -> int:
 
 def reference_arguments(call: Append) -> dict[str, Any]:
     """What the reference is given for a call."""
-    others = ("q_weight", "k_weight", "norm", "metadata_ready", "geometry")
+    others = ("q_weight", "k_weight", "norm", "k_scale_out", "v_scale_out", "metadata_ready", "geometry")
     arguments = {name: value for name, value in zip(Append._fields, call, strict=True) if name not in others}
     norm = None
     if call.norm is not None:
         eps, offset, after, v_norm, rounded = call.norm
         norm = QKNorm(call.q_weight, call.k_weight, eps, offset, "after" if after else "before", v_norm, rounded)
+    for name in ("k_scale", "v_scale"):
+        out = getattr(call, f"{name}_out")
+        arguments[name] = arguments[name] if out is None else out
     return {**arguments, "norm": norm, "faults": fault_buffer(call.q.device)}

@@ -97,7 +97,7 @@ def _values(call: Append, device: torch.device, aligned: bool) -> Values:
     geometry = call.geometry or decode_geometry(num_tokens, num_q_heads, num_kv_heads(call), head_dim)
     pdl = pdl_mode(device, geometry.pdl, call.enable_pdl)
     facts = {
-        **append_facts(call, Alignment(call, aligned)),
+        **append_facts(call, Alignment(call, aligned), device),
         "TOKENS_PER_REQUEST": call.tokens_per_request,
         "BTQ": geometry.tokens_q,
         "BHQ": geometry.heads_q,

@@ -5,7 +5,8 @@ import inspect
 import torch
 from torch import Tensor
 
-from ..append.arguments import ALIGNED_BY, CACHE, ROW, TABLE, Record, given_tensors, kernel_tensors
+from ..append.arguments import ALIGNED_BY, CACHE, ROW, SCALE, Record, given_tensors, kernel_tensors
+from ..append.codes import kernel_dtype
 from ..append.faults import fault_buffer
 from ..append.layout import span
 from . import driver
@@ -15,6 +16,7 @@ from .platform import INTERPRETED
 from .spec import Spec
 
 _MAX_KEPT = 1024
+_TOGETHER = ((ROW,), (CACHE, SCALE))  # kinds that may interleave; all others are only read
 
 
 class Plan:
@@ -42,7 +44,7 @@ class Plan:
         """
         values = spec.values(call, device, aligned)
         parameters = inspect.signature(spec.kernel.fn).parameters
-        dtypes = {name: x.dtype for name, x in kernel_tensors(call).items() if name in parameters}
+        dtypes = {name: x.dtype for name, x in _as_kernels_see(call).items() if name in parameters}
         dtypes["faults_ptr"] = torch.int64
         plain = inspect.Parameter.empty
         wide = frozenset(name for name, n in values.integers.items() if n >= 2**31 and parameters[name].annotation is plain)
@@ -58,9 +60,9 @@ class Plan:
             for role in roles.values()
             if values.facts.get(ALIGNED_BY.get(role.kind)) is not None and role.parameter not in values.facts
         ]
-        self._groups = [[role.parameter for role in roles.values() if role.kind == kind] for kind in (ROW, CACHE)]
+        self._groups = [[roles[name].parameter for name in given_tensors(call) if roles[name].kind in kinds] for kinds in _TOGETHER]
         self._ranges = [
-            (roles[name].parameter, end - start, min(roles[name].kind, TABLE))
+            (roles[name].parameter, end - start, _group(roles[name].kind))
             for name, (start, end) in ((name, span(x)) for name, x in given_tensors(call).items())
         ]
         self._known: set[tuple] = set()
@@ -103,12 +105,12 @@ class Plan:
         return self.unaligned
 
     def launch(self, call: Record, addresses: dict[str, int]) -> tuple | None:
-        """Launch on the current stream of the plan's device. Returns the packed launch for that stream and memory, if it was one."""
+        """Launch on the current stream of the plan's device. Returns the packed launch for that stream and memory, or None."""
         if not INTERPRETED and machine.device() != self.device:
             with torch.cuda.device(self.device):
                 return self.launch(call, addresses)
         if not self.compiled.direct or machine.hooks:
-            self.compiled.launch_jit(self.grid, {**kernel_tensors(call), "faults_ptr": self.faults, **self.integers})
+            self.compiled.launch_jit(self.grid, {**_as_kernels_see(call), "faults_ptr": self.faults, **self.integers})
             return None
         packed = self.pack(addresses, machine.stream(self.device))
         driver.launch(packed)
@@ -146,6 +148,17 @@ class Plan:
             places = [addresses[parameter] for parameter in parameters]
             found.append((group, *[place - places[0] for place in places]))
         return found
+
+
+def _as_kernels_see(call: Record) -> dict[str, Tensor]:
+    """`kernel_tensors`, with codes as bytes."""
+    coded = [role.parameter for role in call.ROLES.values() if role.kind in (ROW, CACHE)]
+    tensors = kernel_tensors(call)
+    return {name: x.view(kernel_dtype(x.dtype)) if name in coded else x for name, x in tensors.items()}
+
+
+def _group(kind: int) -> int:
+    return next((i for i, kinds in enumerate(_TOGETHER) if kind in kinds), len(_TOGETHER))
 
 
 def addresses_of(call: Record) -> dict[str, int]:

@@ -23,6 +23,13 @@ def runs_reference(device: torch.device) -> bool:
     return device.type == "cpu" and not INTERPRETED
 
 
+def casts_float8(device: torch.device) -> bool:
+    """Whether a GPU has instructions that round to 8-bit floats: NVIDIA's from compute capability 8.9 on."""
+    if INTERPRETED or device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def pdl_supported(device: torch.device) -> bool:
     """Programmatic dependent launch needs an NVIDIA GPU of compute capability 9.0; DECODE_ROPE_PDL=0 turns it off."""
     if os.environ.get("DECODE_ROPE_PDL", "1") == "0" or INTERPRETED or device.type != "cuda" or torch.version.hip:

@@ -78,7 +78,7 @@ def prefill_geometry(
 def _values(call: Append, device: torch.device, aligned: bool) -> Values:
     (num_tokens, num_q_heads, head_dim), itemsize = call.q.shape, call.q.element_size()
     alignment = Alignment(call, aligned)
-    facts = append_facts(call, alignment)
+    facts = append_facts(call, alignment, device)
     only_appends = call.q_out is None and call.k_out is None and call.cu_seqlens_q is None
     whole = alignment.holds and only_appends and takes_whole_rows(facts["R"], itemsize, alignment.rows)
     sizes = (num_q_heads, num_kv_heads(call), head_dim, facts["R"], itemsize)
