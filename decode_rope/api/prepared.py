@@ -127,7 +127,7 @@ class DecodeRope:
         elsewhere = {
             name: torch.empty_like(x, device="cpu") for name, x in given_tensors(example).items() if x.device.type != "cpu"
         }
-        DECODE.check(example._replace(**elsewhere, cos_sin_cache=None))
+        DECODE.check(example._replace(**(elsewhere | {"cos_sin_cache": None})))
         check_pdl(enable_pdl, self.device)
 
     def warmup(self, max_tokens: int) -> "DecodeRope":

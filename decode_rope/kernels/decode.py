@@ -53,7 +53,7 @@ def _q_tile(
         if not PREFETCH:
             pairs, tail = _load_row(src, ok, D, R, NEOX, CHANGES_TAIL)
         pos = load_per_token(positions[0], token, num_tokens, BT, EVICT)
-        weights = load_weights(weight_ptr, head, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, EVICT)
+        weights = load_weights(weight_ptr, head, num_tokens, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, EVICT)
         token_scale = _load_token_scale(token_scale_ptr, token, num_tokens, BT)
         scale = load_scale(scale_ptr, 0, head, H, EVICT)
         issue_loads(FENCE and not PREFETCH)
@@ -184,7 +184,7 @@ def _k_tile(
     if not PREFETCH:
         pairs, tail = _load_row(src, ok, D, R, NEOX, True)
     pos = load_per_token(positions[0], token, num_tokens, BT, EVICT)
-    weights = load_weights(weight_ptr, head, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, EVICT)
+    weights = load_weights(weight_ptr, head, num_tokens, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, EVICT)
     given_scale = ()
     if not DYNAMIC:
         given_scale = load_scale(scale[0], scale[3], head, H, EVICT)

@@ -38,19 +38,24 @@ def _inverse_rms(pairs, tail, D: tl.constexpr, R: tl.constexpr, EPS: tl.constexp
             total += _tree_sum(_squares(tail[0]))
     else:
         total = _tree_sum(_squares(tail[0]))
-    return tl.div_rn(SCALE, tl.sqrt_rn(tl.div_rn(total, float(D)) + EPS * SCALE * SCALE))
+    if D & (D - 1) == 0:
+        mean = total * (1.0 / D)  # exact, and no division
+    else:
+        mean = tl.div_rn(total, float(D))
+    return tl.div_rn(SCALE, tl.sqrt_rn(mean + EPS * SCALE * SCALE))
 
 
 @triton.jit
 def load_weights(
-    ptr, head, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, OFFSET: tl.constexpr, ALIGN: tl.constexpr, EVICT: tl.constexpr
+    ptr, head, num_tokens, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, OFFSET: tl.constexpr, ALIGN: tl.constexpr, EVICT: tl.constexpr
 ):  # fmt: skip
     """A norm's weights in fp32 for every row of a tile, as rows are: (of pairs, of the tail). OFFSET is added. Without a pointer,
     two empty tuples."""
     pairs = ()
     tail = ()
     if ptr is not None:
-        row = row_pointers(ptr, head * 0, ALIGN)
+        # The compiler drops hints of alignment with a sum that it can fold; it does not know that this one adds 0.
+        row = tl.multiple_of(ptr + (num_tokens < 0).to(tl.int32), ALIGN) + head * 0
         if R > 0:
             w1, w2 = load_pairs(row, head >= 0, R, NEOX, EVICT=EVICT)
             pairs = (_offset(w1, OFFSET), _offset(w2, OFFSET))

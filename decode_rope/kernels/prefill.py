@@ -169,7 +169,7 @@ def _rotate_tile(
                 cos_sin_ptr, positions_ptr, token, valid, pos, head, stride_axis, axis_map_ptr, max_position,
                 R, AXES, ALIGN_TABLE, BT,
             )  # fmt: skip
-        weights = load_weights(weight_ptr, head, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, NORMAL)
+        weights = load_weights(weight_ptr, head, num_tokens, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, NORMAL)
         scale = ()
         if SCALED:
             scale = (tl.load(token_scale_ptr + token, mask=valid, other=0.0),)
@@ -220,7 +220,7 @@ def _k_tile(
             cos_sin_ptr, positions_ptr, token, valid, pos, head, stride_axis, axis_map_ptr, max_position,
             R, AXES, ALIGN_TABLE, BT,
         )  # fmt: skip
-    weights = load_weights(weight_ptr, head, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, NORMAL)
+    weights = load_weights(weight_ptr, head, num_tokens, D, R, NEOX, WEIGHT_OFFSET, ALIGN_WEIGHT, NORMAL)
     new = change_heads(
         pairs, tails, angles, weights, (), D, R, NORM, EPS, ROUNDED, weight_ptr is not None, False,
         k_ptr.dtype.element_ty if CODE == 0 else tl.float32, LOOP,

@@ -103,7 +103,10 @@ def _quotient(x, scale, inverse, bound):
         x = tl.minimum(x, bound, propagate_nan=tl.PropagateNan.ALL)
         q = x * inverse
         q = tl.fma(tl.fma(-q, scale, x), inverse, q)
-        return tl.fma(tl.fma(-q, scale, x), inverse, q)
+        q = tl.fma(tl.fma(-q, scale, x), inverse, q)
+        # The corrections make +0 of -0.
+        sign = x.to(tl.uint32, bitcast=True) & 0x80000000
+        return (q.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -48,17 +48,21 @@ class Compiled:
         # Triton gives integers the bits that their values need.
         given = {name: dtypes.get(name, 2**32 if name in self.wide else 1) for name in self.parameters}
         with torch.cuda.device(self.device):
-            self.binary = self.kernel.warmup(**given, **self.facts, **self.options, grid=(1,))
+            self.binary = self.kernel.warmup(*self._in_order(given), **self.options, grid=(1,))
             _ = self.binary.run  # reading it loads the module
         self.function, self.shared = self.binary.function, self.binary.metadata.shared
         if DIRECT and driver.available():
             self.num_scratch = driver.scratch_parameters(self.binary.asm["ptx"], len(given))
             self.direct = self.num_scratch is not None and self.binary.metadata.global_scratch_size == 0
 
+    def _in_order(self, values: dict) -> list:
+        """All of the kernel's arguments in its own order, for Triton; `values` are those of `parameters`."""
+        return [self.facts[name] if name in self.facts else values[name] for name in self.kernel.arg_names]
+
     def launch_jit(self, grid: int, values: dict) -> None:
         """Launch through `kernel[grid]`, on the current stream of the current device. `values`: parameters by name, tensors for
         pointers."""
-        self.kernel[(grid,)](**{name: values[name] for name in self.parameters}, **self.facts, **self.options)
+        self.kernel[(grid,)](*self._in_order(values), **self.options)
 
     def pack(self, grid: int, stream: int, values: dict, carveout: int) -> tuple:
         """The launch in the driver's form. `values`: parameters by name, addresses for pointers."""
