@@ -35,6 +35,7 @@ PEERS = ("sglang", "tokenspeed")  # unless others are asked for
 FUSED = ("sglang", "tokenspeed", "aiter")  # one launch, as ours
 RIVALS = {"baseline": f"against {BASELINE}", "fused": "against the fastest fused peer"}
 _ROOT = Path(__file__).resolve().parent.parent
+_MOST = 300.0  # seconds a child may measure, which takes a few
 _GRACE = 300.0  # seconds a child may take beyond its share: it imports, builds kernels and verifies first
 
 
@@ -97,7 +98,7 @@ def processes(cell: Cell, options: Options, runner: Runner) -> Iterator[dict[str
     """The row of every process that measured something; the others are reported, and the next one goes on."""
     for process in range(options.processes):
         where = f"{cell} process {process}"
-        share = max(1.0, min(runner.budget.left(), 3600.0) / (options.processes - process))
+        share = max(1.0, min(runner.budget.left() / (options.processes - process), _MOST))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "cell.json"
             found = start(command(cell, process, options, runner, share, path), share + _GRACE, path)

@@ -190,8 +190,9 @@ def test_a_dry_run_goes_through_processes_of_its_own(tmp_path, capsys, monkeypat
     written = json.loads(out.read_text())
     assert [row["process"] for row in written["rows"]] == [0, 1]
     for row in written["rows"]:
-        assert {"ours", "ours-plain", "eager", "reference"} <= row["status"].keys() and set(row["status"].values()) == {"ok"}
-    assert any(key.startswith("flashinfer: import") for key in written["skipped"]) or "flashinfer" in row["status"]
+        assert {"ours", "ours-plain", "eager", "reference"} <= row["status"].keys()
+        # FlashInfer needs a GPU even where it is installed.
+        assert {row["status"][name] for name in row["status"] if name != "flashinfer"} == {"ok"}
     with pytest.raises(SystemExit):
         main(["step", "--dry-run", "--peers", "nobody"])
 
