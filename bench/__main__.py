@@ -29,28 +29,45 @@ def _positive(text: str) -> int:
     return value
 
 
-def _common(seconds: float, rounds: int) -> argparse.ArgumentParser:
+def _limits(seconds: float, rounds: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--model", nargs="+", metavar="NAME", help="model names, or shapes such as 32/8/128 (default: all)")
-    parser.add_argument("--batch", nargs="+", type=_positive, metavar="B", help="numbers of tokens")
     parser.add_argument(
         "--peers",
         nargs="+",
         metavar="NAME",
-        help=f"some of {', '.join(PEERS)}, or none; or ours@ and a geometry as `tiles` prints it",
+        help=f"some of {', '.join(PEERS)}, or none; or ours@ and the numbers of a geometry between slashes",
     )
     parser.add_argument("--json", metavar="OUT", help="results file (default: bench/results/<gpu>-<mode>.json)")
-    parser.add_argument("--plot", metavar="PNG", help="draw the results (needs matplotlib)")
     parser.add_argument("--seconds", type=float, default=seconds, help="start no row after this (default: %(default)s)")
     parser.add_argument("--rounds", type=_positive, default=rounds, help="samples of each number (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help=f"few models and batches, {QUICK_ROUNDS} rounds")
+    parser.add_argument("--quick", action="store_true", help=f"little of it, {QUICK_ROUNDS} rounds")
+    return parser
+
+
+def _shapes() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--model", nargs="+", metavar="NAME", help="model names, or shapes such as 32/8/128 (default: all)")
+    parser.add_argument("--batch", nargs="+", type=_positive, metavar="B", help="numbers of tokens")
     return parser
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     modes = parser.add_subparsers(dest="mode", required=True)
-    decode = modes.add_parser("decode", parents=[_common(240, 30)], help="one launch a layer, in a graph of many layers")
+    _add_launches(modes)
+    _add_step(modes)
+    whole = modes.add_parser("all", help="every mode in turn, each in its own process")
+    whole.add_argument("--seconds", type=float, default=900, help="for all of them together (default: %(default)s)")
+    whole.add_argument("--only", nargs="+", metavar="PART", help="some of the parts, as their results files are named")
+    drawing = modes.add_parser("plot", help="draw results files, each beside itself")
+    drawing.add_argument("results", nargs="+", metavar="JSON", help="results files; one without a picture is named and left out")
+    looking = modes.add_parser("investigate", help="look into a number: gaps between kernels, bytes at the DRAM")
+    _add_investigations(looking.add_subparsers(dest="mode", required=True))
+    return parser
+
+
+def _add_launches(modes: argparse._SubParsersAction) -> None:
+    decode = modes.add_parser("decode", parents=[_shapes(), _limits(240, 30)], help="one launch a layer, in a graph of many layers")
     decode.add_argument("--layers", type=_positive, default=32, help="launches in a graph (default: %(default)s)")
     caches = decode.add_mutually_exclusive_group()
     caches.add_argument("--hot", action="store_true", help="all layers share one set of buffers")
@@ -61,40 +78,37 @@ def build_parser() -> argparse.ArgumentParser:
         "--attention-pdl", action="store_true", help="with --in-model: attention starts early, as it may in a server"
     )
     decode.set_defaults(run=_decode)
-    prefill = modes.add_parser("prefill", parents=[_common(180, 15)], help="GB/s against the number of tokens")
+    prefill = modes.add_parser("prefill", parents=[_shapes(), _limits(180, 15)], help="GB/s against the number of tokens")
     prefill.set_defaults(run=_prefill)
     for mode in (decode, prefill):
+        mode.add_argument("--plot", metavar="PNG", help="draw the results (needs matplotlib)")
         mode.add_argument("--dry-run", action="store_true", help="verify only, on the CPU where there is no GPU")
-    host = modes.add_parser("host", parents=[_common(120, 40)], help="host cost of a call on one pinned core")
+    host = modes.add_parser("host", parents=[_shapes(), _limits(120, 40)], help="host cost of a call on one pinned core")
     host.add_argument("--calls", nargs="+", metavar="CALL", help="only these ways of calling")
     host.set_defaults(run=_host)
-    step = modes.add_parser("step", parents=[_common(240, 30)], help="a whole decode step of real models' sizes")
-    step.add_argument("--no-attention-pdl", action="store_true", help="attention waits for all before it (default: its own choice)")
-    step.add_argument(
-        "--context", type=_positive, default=workloads.STEP_CONTEXT, help="tokens of every request (default: %(default)s)"
+
+
+def _add_step(modes: argparse._SubParsersAction) -> None:
+    step = modes.add_parser(
+        "step", parents=[_limits(5400, 30)], help="a whole decode step of real models' sizes, in several processes"
     )
+    step.add_argument("--networks", nargs="+", metavar="NAME", help="some of them (default: all)")
+    step.add_argument("--batches", nargs="+", type=_positive, metavar="B", help="numbers of requests")
+    step.add_argument("--contexts", nargs="+", type=_positive, metavar="C", help="tokens of every request")
+    step.add_argument("--processes", type=_positive, default=3, help="one after the other, of every cell (default: %(default)s)")
+    step.add_argument("--no-attention-pdl", action="store_true", help="attention waits for all before it (default: its own choice)")
+    step.add_argument("--dry-run", action="store_true", help="verify only, a tiny network on the CPU where there is no GPU")
+    step.add_argument("--child", type=int, metavar="PROCESS", help=argparse.SUPPRESS)
     step.set_defaults(run=_step)
-    gaps = modes.add_parser("gaps", parents=[_common(120, 1)], help="when the kernels of a layer start and end")
+
+
+def _add_investigations(modes: argparse._SubParsersAction) -> None:
+    gaps = modes.add_parser("gaps", parents=[_shapes(), _limits(120, 1)], help="when the kernels of a layer start and end")
     gaps.add_argument("--attention-pdl", action="store_true", help="attention starts early, as it may in a server")
     gaps.set_defaults(run=_gaps)
-    ncu = modes.add_parser("ncu", parents=[_common(240, 1)], help="DRAM bytes counted by Nsight Compute")
+    ncu = modes.add_parser("ncu", parents=[_limits(240, 1)], help="DRAM bytes counted by Nsight Compute")
     ncu.add_argument("--child", nargs="+", metavar="MODEL:TOKENS", help=argparse.SUPPRESS)
     ncu.set_defaults(run=_ncu)
-    variants = modes.add_parser("variants", parents=[_common(120, 15)], help="other pairings, head sizes, dtypes and layouts")
-    variants.set_defaults(run=_variants)
-    waves = modes.add_parser("waves", parents=[_common(120, 15)], help="time against tokens in small steps")
-    waves.set_defaults(run=_waves)
-    tiles = modes.add_parser("tiles", parents=[_common(240, 12)], help="time against the shape of a program's tile")
-    tiles.add_argument("--prefill", action="store_true", help="of the prefill kernel (default: of the decode kernel)")
-    tiles.set_defaults(run=_tiles)
-    whole = modes.add_parser("all", help="every mode but tiles and gaps in turn, each in its own process")
-    whole.add_argument("--seconds", type=float, default=900, help="for all of them together (default: %(default)s)")
-    whole.add_argument("--only", nargs="+", metavar="PART", help="some of the parts, as their results files are named")
-    whole.set_defaults(run=None)
-    drawing = modes.add_parser("plot", help="draw results files, each beside itself")
-    drawing.add_argument("results", nargs="+", metavar="JSON", help="results files; one without a picture is named and left out")
-    drawing.set_defaults(run=None)
-    return parser
 
 
 def _models(args: argparse.Namespace, usual: list[str] | None = None) -> list[workloads.Model]:
@@ -147,16 +161,25 @@ def _host(args: argparse.Namespace, runner: Runner) -> bool:
 
 
 def _step(args: argparse.Namespace, runner: Runner) -> bool:
-    from bench import step
+    from bench import step, step_cell
 
-    peers = [name for name in args.peers or () if name != "none"]
+    tiny = args.dry_run and not torch.cuda.is_available()
+    networks = step.find_networks(args.networks or (["tiny"] if tiny else None))
+    batches = args.batches or ((2,) if tiny else (1, 64) if args.quick else step.BATCHES)
+    contexts = args.contexts or ((40,) if tiny else (1024,) if args.quick else step.CONTEXTS)
+    cells = [step_cell.Cell(network, batch, context) for network in networks for context in contexts for batch in batches]
     pdl = False if args.no_attention_pdl else None
-    step.run(step.find_networks(args.model), _batches(args, step.BATCHES, (1, 64)), peers, runner, pdl, args.context)
-    return True
+    names = (*step.find_providers(args.peers), *["reference"] * args.dry_run)
+    choose(names, [])  # a wrong name is an error here, not one of every child
+    options = step.Options(names, args.processes, pdl, args.dry_run)
+    if args.child is not None:
+        return step_cell.run(cells[0], names, runner, args.child, pdl, args.dry_run)
+    return step.run(cells, options, runner)
 
 
 def _gaps(args: argparse.Namespace, runner: Runner) -> bool:
-    from bench import gaps, in_model
+    from bench import in_model
+    from bench.investigations import gaps
 
     cases = _cases(_models(args, QUICK_MODELS), _batches(args, QUICK_BATCHES[:2]))
     gaps.run(cases, choose(in_model.OURS, args.peers or IN_MODEL_PEERS), runner, args.attention_pdl)
@@ -164,7 +187,7 @@ def _gaps(args: argparse.Namespace, runner: Runner) -> bool:
 
 
 def _ncu(args: argparse.Namespace, runner: Runner) -> bool:
-    from bench import ncu
+    from bench.investigations import ncu
 
     names = args.peers or NCU_PROVIDERS
     if args.child:
@@ -175,34 +198,10 @@ def _ncu(args: argparse.Namespace, runner: Runner) -> bool:
     return True
 
 
-def _variants(args: argparse.Namespace, runner: Runner) -> bool:
-    from bench import variants
-
-    variants.run(_models(args, QUICK_MODELS[:1]), _batches(args, variants.TOKENS, variants.TOKENS[:1]), runner)
-    return True
-
-
-def _waves(args: argparse.Namespace, runner: Runner) -> bool:
-    from bench import waves
-
-    waves.run(_models(args, QUICK_MODELS[:1]), _batches(args, waves.TOKENS, waves.TOKENS[::4]), runner)
-    return True
-
-
-def _tiles(args: argparse.Namespace, runner: Runner) -> bool:
-    from bench import tiles
-
-    usual = (16384,) if args.prefill else QUICK_BATCHES
-    tiles.run(_cases(_models(args, IN_MODEL_MODELS), _batches(args, usual, usual[-1:])), args.prefill, runner)
-    return True
-
-
 def _label(args: argparse.Namespace) -> str:
     """`decode`, and what sets this run apart from a plain one: part of the results file's name."""
-    flags = ("in_model", "attention_pdl", "no_attention_pdl", "hot", "flush", "separate", "prefill")
-    context = getattr(args, "context", workloads.STEP_CONTEXT)
-    own = [] if context == workloads.STEP_CONTEXT else [f"context-{context}"]
-    return "-".join([args.mode, *(flag.replace("_", "-") for flag in flags if getattr(args, flag, False)), *own])
+    flags = ("in_model", "attention_pdl", "no_attention_pdl", "hot", "flush", "separate")
+    return "-".join([args.mode, *(flag.replace("_", "-") for flag in flags if getattr(args, flag, False))])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -226,7 +225,7 @@ def _measure(args: argparse.Namespace) -> int:
     if not dry and not torch.cuda.is_available():
         print("python -m bench: no CUDA device; `decode --dry-run` verifies the providers on the CPU", file=sys.stderr)
         return 2
-    unsaved = not args.json and (dry or bool(getattr(args, "child", None)))
+    unsaved = not args.json and (dry or getattr(args, "child", None) is not None)
     report = Report(_label(args), args, False if unsaved else args.json)
     runner = Runner(report, Budget(args.seconds), args.rounds, frozenset(args.peers or ()))
     report.head()
@@ -234,7 +233,7 @@ def _measure(args: argparse.Namespace) -> int:
     with torch.no_grad():
         right = args.run(args, runner)
     report.finish()
-    if args.plot:
+    if getattr(args, "plot", None):
         plot.draw(report.as_dict(), args.plot)
     return 0 if right else 1
 

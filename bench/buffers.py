@@ -70,12 +70,6 @@ class Meta:
         return lengths.int()
 
     @cached_property
-    def starts(self) -> Tensor:
-        """int32 [R + 1]: the first token of every request, and the number of tokens; tokens are in the order of requests."""
-        counts = torch.bincount(self.requests, minlength=self.block_table.shape[0])
-        return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-
-    @cached_property
     def csr(self) -> PagedCSR:
         pages = (self.lengths + self.page_size - 1) // self.page_size
         indptr = torch.zeros(pages.numel() + 1, dtype=torch.int32, device=pages.device)

@@ -8,7 +8,7 @@ import torch
 
 from bench import timing
 from bench.buffers import Case, Layer, Meta, context_for, decode_meta, make_layers
-from bench.driver import facts_of
+from bench.package import facts_of
 from bench.providers import Provider
 from bench.providers.ours import Bound
 from bench.report import Report, columns, rounded

@@ -4,8 +4,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from bench.providers import need
-
 _PROGRAMMATIC_STREAM_SERIALIZATION, _PREFERRED_SHARED_MEMORY_CARVEOUT = 6, 14
 _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64}
 
@@ -46,34 +44,6 @@ class Facts(NamedTuple):
     carveout: int = -1
 
 
-def facts_of(launch: Any) -> Facts:
-    """Of what `DecodeRope.bind` returned.
-
-    Raises:
-        AttributeError: there is no compiled kernel behind it, as on the CPU.
-    """
-    plan, variant = launch.plan, launch.plan.variant
-    pointers = [("p", address) for address in (*launch.addresses, plan.faults.data_ptr())]
-    arguments = [*variant.in_order((*pointers, *[("q", number) for number in plan.integers])), *[("p", 0)] * variant.num_scratch]
-    pdl = bool(variant.options.get("launch_pdl"))
-    carveout = plan.carveout if need("decode_rope.driver", "knows_carveout")() else -1
-    return Facts(variant.function, plan.grid, variant.options["num_warps"], variant.shared, pdl, arguments, carveout)
-
-
-def resident_programs(facts: Facts) -> int:
-    """How many programs of a kernel one multiprocessor holds at once, as the driver says.
-
-    Raises:
-        RuntimeError: it would not say.
-    """
-    count = ctypes.c_int()
-    call = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor
-    function, threads, shared = ctypes.c_void_p(facts.function), 32 * facts.num_warps, ctypes.c_size_t(facts.shared)
-    if code := call(ctypes.byref(count), function, threads, shared):
-        raise RuntimeError(f"cuOccupancyMaxActiveBlocksPerMultiprocessor: error {code}")
-    return count.value
-
-
 def kernel_parameters(arguments: Sequence[tuple[str, int]]) -> tuple[ctypes.Array, list[Any]]:
     """Array of pointers to the argument values, and the values, which must be kept alive."""
     values = [_TYPES[kind](value) for kind, value in arguments]
@@ -94,18 +64,16 @@ def launch_config(facts: Facts, stream: int) -> tuple[LaunchConfig, ctypes.Array
     return config, attributes
 
 
-def raw_launch(launch: Any, stream: int) -> Callable[[], None]:
-    """A bare driver launch of a bound launch's kernel, on `stream`.
+def raw_launch(facts: Facts, stream: int, owner: object = None) -> Callable[[], None]:
+    """A bare driver launch of a kernel, on `stream`. `owner` keeps its memory and is kept as long.
 
     Raises:
-        AttributeError: there is no compiled kernel behind `launch`.
         OSError: there is no CUDA driver.
     """
-    facts = facts_of(launch)
     parameters, values = kernel_parameters(facts.arguments)
     config, attributes = launch_config(facts, stream)
     call, function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p(facts.function)
-    by_reference, kept = ctypes.byref(config), (values, config, attributes, launch)
+    by_reference, kept = ctypes.byref(config), (values, config, attributes, owner)
 
     def run(_kept: tuple = kept) -> None:
         if code := call(by_reference, function, parameters, None):

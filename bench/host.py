@@ -17,6 +17,7 @@ import torch
 from bench import timing
 from bench.buffers import Case, Layer, Meta, decode_meta, make_layers
 from bench.driver import raw_launch
+from bench.package import facts_of
 from bench.providers import Provider, load
 from bench.report import Report, columns, rounded
 from bench.runner import Runner, passed
@@ -65,7 +66,7 @@ def our_calls(case: Case, meta: Meta, layer: Layer) -> dict[str, Callable[[], Ca
 
     def raw(name: str) -> Callable[[], None]:
         launch = load(name).launch_object(case, meta, layer)
-        return raw_launch(launch, torch.cuda.current_stream().cuda_stream)
+        return raw_launch(facts_of(launch), torch.cuda.current_stream().cuda_stream, launch)
 
     def prepared() -> Callable[[], Any]:
         op, positions, table = bound.op(case, meta), meta.positions, meta.block_table

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.workloads import UsageError
 
-_KEYS = {"decode": "us", "decode-hot": "us", "prefill": "gbps", "waves": "gbps"}
+_KEYS = {"decode": "us", "decode-hot": "us", "prefill": "gbps"}
 _KEYS |= dict.fromkeys(("decode-in-model", "decode-in-model-attention-pdl"), "added")
 _STYLES = {"ours-plain": ":", "ours-pdl": "--", "ours-meta": "-.", "ours-last": "--", "empty-pdl": "--", "copy-pdl": ":"}
 _LOOKS = {"ours": ("black", 2.2), "peer": (None, 1.2), "floor": ("grey", 1.0)}
@@ -68,8 +68,7 @@ def draw(report: dict[str, Any], path: str) -> None:
             axis.plot(
                 *zip(*points, strict=True), label=name, color=color, linewidth=width, linestyle=_STYLES.get(name, "-"), marker="."
             )
-        if report["mode"] != "waves":  # whose steps are even
-            axis.set_xscale("log", base=2)
+        axis.set_xscale("log", base=2)
         if key == "us":
             axis.set_yscale("log")
         axis.set_title(title)

@@ -11,7 +11,6 @@ from bench.providers import Provider
 from bench.report import columns, rounded
 from bench.runner import Runner, cell, fastest, passed
 from bench.stats import summarize
-from bench.sweep import sample_ways
 from bench.workloads import Model, traffic
 
 OURS = ("ours-prefill",)
@@ -20,9 +19,9 @@ SEQUENCE = 4096  # tokens a prompt
 COPY = "copy"
 
 
-def least_bytes(model: Model, tokens: int, rotary_dim: int | None = None) -> int:
+def least_bytes(model: Model, tokens: int) -> int:
     """What a prefill of prompts of SEQUENCE tokens has to move: their angles once."""
-    return traffic(model, tokens, rotary_dim=rotary_dim, sequence=SEQUENCE).total
+    return traffic(model, tokens, sequence=SEQUENCE).total
 
 
 def copy_call(size: int, device: torch.device) -> Callable[[], None]:
@@ -54,13 +53,27 @@ def state(model: Model, tokens: int, sets: int, l2: int) -> str:
     return "cold" if sets * least_bytes(model, tokens) > l2 else "warm"
 
 
+def sample(ways: dict[str, Callable[[int], Callable[[], object]]], sets: int, runner: Runner, case: Case) -> dict[str, list[float]]:
+    """Microseconds a call: name -> samples. A way makes the call of a buffer set.
+
+    A graph runs through all sets and is at least four calls long.
+    """
+    repeat = max(1, 4 // sets)
+
+    def build(name: str) -> Callable[[], None]:
+        return timing.capture([ways[name](i) for i in range(sets)] * repeat, warm=2).replay
+
+    samples = runner.sample(runner.build_each(ways, build, case), target_us=400.0)
+    return {name: [us / (sets * repeat) for us in values] for name, values in samples.items()}
+
+
 def measure(case: Case, sets: int, providers: list[Provider], runner: Runner) -> dict[str, list[float]]:
     """Microseconds a call: name -> samples."""
     meta = prompts(case)
     layers = make_layers(case, meta, sets, 0)
     copies = [copy_call(least_bytes(case.model, case.tokens), case.device) for _ in range(sets)]
     ways = {p.name: lambda i, p=p: p.bind(case, meta, layers[i]) for p in providers}
-    return sample_ways(ways | {COPY: lambda i: copies[i]}, sets, runner, case)
+    return sample(ways | {COPY: lambda i: copies[i]}, sets, runner, case)
 
 
 def row_of(

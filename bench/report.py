@@ -23,7 +23,6 @@ _PACKAGES = (
     "tokenspeed-kernel",
     "amd-aiter",
     "liger-kernel",
-    "vllm",
     "apache-tvm-ffi",
 )
 

@@ -78,12 +78,16 @@ class Runner:
         timer, rng = timing.EventTimer(flush), random.Random(0)
         return interleave(replays, timer, self.rounds, rng, target_us=target_us, budget=self.budget)
 
+    def stopped(self, items: list[T], done: int) -> None:
+        """Says that the time is over and what was not run."""
+        left = f"{len(items) - done} of {len(items)} not run"
+        self.report.say(f"stopped after {self.budget.spent():.0f} s, before {items[done]}: {left}")
+
     def each(self, items: list[T], one: Callable[[T], None]) -> None:
         """Runs `one` on every item until the budget is spent; an item that raises is reported and left out."""
         for done, item in enumerate(items):
             if self.budget.left() <= 0:
-                left = f"{len(items) - done} of {len(items)} not run"
-                self.report.say(f"stopped after {self.budget.spent():.0f} s, before {item}: {left}")
+                self.stopped(items, done)
                 return
             try:
                 one(item)

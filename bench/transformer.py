@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.attention import Attention
 from bench.buffers import Case, Layer, default_device
-from bench.workloads import Model
+from bench.workloads import TINY, Model
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ NETWORKS = {
         Network("llama-3-70b-tp8", 80, Model("llama-3-70b-tp8", 8, 1, 128, 8192), 3584),
     )
 }
+TINY_NETWORK = Network("tiny", 2, TINY, 32, qk_norm=True)  # of a dry run without a GPU
 EPS = 1e-6
 
 

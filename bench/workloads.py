@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 PAGE_SIZE = 16
 BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
-STEP_CONTEXT = 1024  # tokens of every request of a whole step
 PREFILL_TOKENS = (1, 16, 128, 1024, 4096, 16384, 65536, 131072)
 
 
@@ -72,24 +71,13 @@ class Traffic:
         return self.read + self.written
 
 
-def traffic(
-    model: Model,
-    tokens: int,
-    *,
-    element_size: int = 2,
-    out_element_size: int | None = None,
-    rotary_dim: int | None = None,
-    sequence: int | None = None,
-) -> Traffic:
-    """Least bytes of one rotate-and-append call of `tokens` tokens, paged by a block table; all of a head turns, or
-    `rotary_dim` elements of it.
+def traffic(model: Model, tokens: int, *, sequence: int | None = None) -> Traffic:
+    """Least bytes of one rotate-and-append call of `tokens` tokens in 16-bit elements, paged by a block table.
 
-    Read: what turns of Q, K and V rows, one int64 position and one int32 page a token, one fp32 cos/sin row a token, or, where
-    all tokens are at the first `sequence` positions, a row for each of these.
-    Written: what turns of Q, the K row and the V row, in `out_element_size` bytes an element (1 for an fp8 cache and Q).
+    Read: Q, K and V rows, one int64 position and one int32 page a token, one fp32 cos/sin row a token, or, where all tokens are at
+    the first `sequence` positions, a row for each of these.
+    Written: Q, the K row and the V row.
     """
-    out = element_size if out_element_size is None else out_element_size
-    turning = model.head_dim if rotary_dim is None else rotary_dim
-    row = model.num_q_heads * turning + 2 * model.num_kv_heads * model.head_dim
-    angles = turning * 4 * (tokens if sequence is None else min(tokens, sequence))
-    return Traffic(read=tokens * (row * element_size + 8 + 4) + angles, written=tokens * row * out)
+    rows = tokens * model.heads * model.head_dim * 2
+    angles = model.head_dim * 4 * (tokens if sequence is None else min(tokens, sequence))
+    return Traffic(read=rows + tokens * (8 + 4) + angles, written=rows)

@@ -92,7 +92,7 @@ class RopeTable:
                 transformers (Llama-4 and DeepSeek-V2 within 1 ulp: theirs is `torch.polar`). `"fp64"`: the same fp32
                 frequencies, all the rest in float64, rounded once. Up to about 32k positions the two differ by less than
                 bf16 activations are rounded; beyond, only `"fp64"` keeps angles exact relative to each other
-                (`python -m bench.table_error`).
+                (`python -m decode_rope table` shows how far both are off).
             device: where the table ends up; None is the CPU.
 
         Raises:

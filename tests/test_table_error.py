@@ -1,4 +1,4 @@
-"""How far tables are from exact angles, as `python -m bench.table_error` measures it, kept as bounds."""
+"""How far tables are from exact angles, kept as bounds."""
 
 import pytest
 import torch

@@ -62,7 +62,6 @@ REGISTRY: dict[str, tuple[str, str]] = {
     "tokenspeed": ("tokenspeed", ""),
     "aiter": ("aiter", ""),
     "liger": ("liger", ""),
-    "vllm": ("vllm", ""),
 }
 PEERS = (
     "eager",
@@ -72,13 +71,10 @@ PEERS = (
     "tokenspeed",
     "aiter",
     "liger",
-    "vllm",
     "flashinfer-fp8",
 )
 SLOW_BATCHES = (1, 512)
-
-
-TILED = "ours@"  # and a geometry, as `tiles` prints it
+TILED = "ours@"  # and a geometry: its numbers between slashes
 
 
 def load(name: str) -> Provider:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from bench.buffers import Case, Layer, Meta
+from bench.package import chosen_geometry, geometry
 from bench.providers import need
 from bench.workloads import UsageError
 
@@ -48,13 +49,9 @@ class Bound:
     def make_op(self, case: Case, meta: Meta, **options: Any) -> Any:
         """A DecodeRope without warm-up: binding compiles what the case needs and no more."""
         if self.tiles is not None:
-            options.setdefault("geometry", need("decode_rope.geometry", "Geometry")(*self.tiles))
+            options.setdefault("geometry", geometry(self.tiles))
         if self.pdl is not None:
-            model = case.model
-            chosen = need("decode_rope.geometry", "decode_geometry")(
-                case.tokens, model.num_q_heads, model.num_kv_heads, model.head_dim
-            )
-            options.setdefault("geometry", chosen._replace(pdl=self.pdl))
+            options.setdefault("geometry", chosen_geometry(case.model, case.tokens)._replace(pdl=self.pdl))
         return need("decode_rope", "DecodeRope")(
             meta.cos_sin,
             num_q_heads=case.model.num_q_heads,

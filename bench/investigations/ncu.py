@@ -131,12 +131,12 @@ def profile(ncu: str, workloads: list[tuple[str, int]], names: list[str], second
         Unavailable: the profiler could not read its counters.
     """
     chosen = [f"{model}:{tokens}" for model, tokens in workloads]
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "kernels.csv"
         command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--log-file", str(log), "--csv"]
         command += ["--page", "raw", "--print-units", "base", "--metrics", ",".join(METRICS)]
-        command += [sys.executable, "-m", "bench", "ncu", "--child", *chosen, "--peers", *names]
+        command += [sys.executable, "-m", "bench", "investigate", "ncu", "--child", *chosen, "--peers", *names]
         try:
             done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=seconds, check=False)
         except subprocess.TimeoutExpired as error:

@@ -1,0 +1,1 @@
+"""What somebody uses who looks into a number: `python -m bench investigate --help`."""
