@@ -6,8 +6,8 @@ from bench.driver import Facts
 from bench.providers import need
 from bench.workloads import Model
 
-_GEOMETRY, _DRIVER = "decode_rope.geometry", "decode_rope.driver"
-DECODE_KERNEL = "decode_kernel"  # as a profiler names it
+_GEOMETRY, _DRIVER = "decode_rope.launch.decode", "decode_rope.launch.driver"
+DECODE_KERNEL = "rope_append_decode_kernel"  # as a profiler names it
 
 
 def geometry(numbers: tuple[int, ...]) -> Any:
@@ -26,9 +26,10 @@ def facts_of(launch: Any) -> Facts:
     Raises:
         AttributeError: there is no compiled kernel behind it, as on the CPU.
     """
-    plan, variant = launch.plan, launch.plan.variant
-    pointers = [("p", address) for address in (*launch.addresses, plan.faults.data_ptr())]
-    arguments = [*variant.in_order((*pointers, *[("q", number) for number in plan.integers])), *[("p", 0)] * variant.num_scratch]
-    pdl = bool(variant.options.get("launch_pdl"))
+    plan, compiled = launch.plan, launch.plan.compiled
+    pointers = {name: ("p", address) for name, address in {**launch.addresses, "faults_ptr": plan.faults.data_ptr()}.items()}
+    values = pointers | {name: ("q", number) for name, number in plan.integers.items()}
+    arguments = [*[values[name] for name in compiled.parameters], *[("p", 0)] * compiled.num_scratch]
+    pdl = bool(compiled.options.get("launch_pdl"))
     carveout = plan.carveout if need(_DRIVER, "knows_carveout")() else -1
-    return Facts(variant.function, plan.grid, variant.options["num_warps"], variant.shared, pdl, arguments, carveout)
+    return Facts(compiled.function, plan.grid, compiled.options["num_warps"], compiled.shared, pdl, arguments, carveout)

@@ -7,7 +7,7 @@ addition has two operands, so no tile, layout, number of warps or Triton release
 import triton
 import triton.language as tl
 
-from .rotation import load_pairs, load_span, log2, rotate_pairs, round_to, row_pointers, widen
+from .rotation import load_pairs, load_span, log2, rotate_pairs, round_to, widen
 
 # Squares are formed of scaled elements, so that neither rows of 1e18 overflow nor rows of 1e-20 lose what counts beside eps.
 SCALE = tl.constexpr(2.0**-20)
@@ -47,7 +47,8 @@ def _inverse_rms(pairs, tail, D: tl.constexpr, R: tl.constexpr, EPS: tl.constexp
 
 @triton.jit
 def load_weights(
-    ptr, head, num_tokens, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, OFFSET: tl.constexpr, ALIGN: tl.constexpr, EVICT: tl.constexpr
+    ptr, head, num_tokens, D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, OFFSET: tl.constexpr,
+    ALIGN: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """A norm's weights in fp32 for every row of a tile, as rows are: (of pairs, of the tail). OFFSET is added. Without a pointer,
     two empty tuples."""
