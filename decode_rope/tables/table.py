@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 import torch
 
-from . import hf_config, scaling
-from .hf_spec import Model, RopeSpec, scaling_parameters
+from . import scaling
+from .hf import config as hf_config
+from .hf.reader import check_rope
+from .hf.spec import RopeSpec, scaling_parameters
 
 Exactness = Literal["hf", "fp64"]
 _ROWS_AT_A_TIME = 8192  # temporaries stay at tens of MiB, also for a million positions in float64
@@ -26,7 +28,9 @@ class RopeTable:
         axis_map: int8 `[rotary_dim / 2]`, the row of `positions [axes, T]` each pair reads (M-RoPE); None with one row.
         attention_scaling: the factor inside cos and sin (YaRN, LongRoPE), else 1.0.
         inv_freq: fp32 CPU `[rotary_dim / 2]`, radians per position.
-        rope_type: the scaling in words, for people.
+        rope_type: one of `decode_rope.tables.scaling.ROPE_TYPES`.
+        description: the rope type and what it is scaled by, for people.
+        rotates_tail: the last `rotary_dim` dims of a head rotate, not the first: pass that slice of q and k (DeepSeek-V4).
     """
 
     cos_sin_cache: torch.Tensor
@@ -36,6 +40,8 @@ class RopeTable:
     attention_scaling: float
     inv_freq: torch.Tensor
     rope_type: str
+    description: str
+    rotates_tail: bool = False
 
     @property
     def max_position(self) -> int:
@@ -49,7 +55,7 @@ class RopeTable:
 
     def to(self, device: torch.device | str | int) -> "RopeTable":
         """The same table on `device`; `inv_freq` stays on the CPU. Itself when it is there already."""
-        cache = self.cos_sin_cache.to(device)
+        cache = self.cos_sin_cache.to(_device(device))
         if cache is self.cos_sin_cache:
             return self
         axis_map = None if self.axis_map is None else self.axis_map.to(device)
@@ -59,7 +65,7 @@ class RopeTable:
         pairs = "NeoX" if self.is_neox else "interleaved"
         axes = "" if self.axis_map is None else f", {int(self.axis_map.max()) + 1} axes"
         return (
-            f"RopeTable({self.rope_type}, max_position={self.max_position}, rotary_dim={self.rotary_dim}, {pairs} pairs"
+            f"RopeTable({self.description}, max_position={self.max_position}, rotary_dim={self.rotary_dim}, {pairs} pairs"
             f"{axes}, attention_scaling={self.attention_scaling:.6g}, device={str(self.device)!r})"
         )
 
@@ -102,21 +108,29 @@ class RopeTable:
             >>> RopeTable.build(64, 4096, theta=5e5)
             RopeTable(default, max_position=4096, rotary_dim=64, NeoX pairs, attention_scaling=1, device='cpu')
         """
-        if not isinstance(rotary_dim, int) or rotary_dim <= 0 or rotary_dim % 2:
-            raise ValueError(f"rotary_dim: expected an even number above 0, got {rotary_dim!r}")
+        _check_integer("rotary_dim", rotary_dim)
+        if rotary_dim % 2:
+            raise ValueError(f"rotary_dim: expected an even number, got {rotary_dim}")
+        if isinstance(theta, bool) or not isinstance(theta, int | float):
+            raise TypeError(f"theta: expected a number, got {type(theta).__name__}")
+        if not isinstance(is_neox, bool):
+            raise TypeError(f"is_neox: expected a bool, got {type(is_neox).__name__}")
+        if scaling is not None and not isinstance(scaling, Mapping):
+            raise TypeError(f"scaling: expected a dict such as transformers' rope_parameters, got {type(scaling).__name__}")
         parameters = dict(scaling or {})
+        check_rope(parameters, "scaling.")
         own_theta = parameters.get("rope_theta") or theta
         if own_theta != theta and theta != 1e4:
             raise ValueError(f"theta: got {theta}, but scaling has rope_theta={own_theta}; give it once")
-        model = Model({"max_position_embeddings": parameters.get("max_position_embeddings")}, family="")
+        length = parameters.get("max_position_embeddings")
         spec = RopeSpec(
             head_dim=rotary_dim,
             rotary_dim=rotary_dim,
             theta=own_theta,
-            parameters=scaling_parameters(model, parameters),
+            parameters=scaling_parameters(parameters, length, parameters.get("original_max_position_embeddings") or length),
             max_position=None,
             is_neox=is_neox,
-            axis_map=None if axis_map is None else tuple(int(axis) for axis in axis_map),
+            axis_map=_axes(axis_map),
         )
         return _from_spec(spec, max_position, parameters.get("long"), exactness, device)
 
@@ -198,10 +212,12 @@ def _from_spec(
     exactness: Exactness,
     device: torch.device | str | int | None,
 ) -> RopeTable:
-    if not isinstance(max_position, int) or max_position <= 0:
-        raise ValueError(f"max_position: expected a number of rows above 0, got {max_position!r}")
-    if exactness not in ("hf", "fp64"):
+    _check_integer("max_position", max_position)
+    if not isinstance(exactness, str) or exactness not in ("hf", "fp64"):
         raise ValueError(f"exactness: expected 'hf' or 'fp64', got {exactness!r}")
+    if long is not None and not isinstance(long, bool):
+        raise TypeError(f"long: expected True, False or None, got {type(long).__name__}")
+    where = None if device is None else _device(device)
     inv_freq, attention_scaling, described = frequencies(spec, max_position, long)
     pairs = inv_freq.shape[0]
     axis_map = _axis_tensor(spec.axis_map, pairs)
@@ -216,9 +232,38 @@ def _from_spec(
         axis_map=axis_map,
         attention_scaling=attention_scaling,
         inv_freq=inv_freq,
-        rope_type=described,
+        rope_type=spec.rope_type,
+        description=described,
+        rotates_tail=spec.rotates_tail,
     )
-    return table if device is None else table.to(device)
+    return table if where is None else table.to(where)
+
+
+def _check_integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int above 0, got {type(value).__name__}")
+    if value <= 0:
+        raise ValueError(f"{name}: expected an int above 0, got {value}")
+
+
+def _device(device: Any) -> torch.device:
+    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
+        raise TypeError(f"device: expected a torch.device, a string, an index or None, got {type(device).__name__}")
+    try:
+        return torch.device(device)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"device: expected a device that torch knows, got {device!r}: {error}") from None
+
+
+def _axes(axis_map: Any) -> tuple[int, ...] | None:
+    if axis_map is None:
+        return None
+    values = axis_map.tolist() if isinstance(axis_map, torch.Tensor) else axis_map
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"axis_map: expected a tensor or a sequence of integers, got {type(axis_map).__name__}")
+    if not all(isinstance(axis, int) and not isinstance(axis, bool) for axis in values):
+        raise TypeError("axis_map: expected integers, the axis of each pair, got something else among them")
+    return tuple(values)
 
 
 def _settle_length(spec: RopeSpec, max_position: int, long: bool | None) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """Resolve the rotary embedding of one kind of layer: names, aliases, defaults and sizes of a model configuration.
 
-`hf_config` finds out which kinds of layers a model has; `hf_families` holds what only the model type tells.
+`config` finds out which kinds of layers a model has; `families` holds what only the model type tells.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import axes, scaling
-from . import hf_families as families
+from .. import axes, scaling
+from . import families
 
 Parameters = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class Model:
-    """The text part of a model configuration as a dict, and its name in `hf_families`."""
+    """The text part of a model configuration as a dict, and its name in `families`."""
 
     values: Mapping[str, Any]
     family: str
@@ -73,7 +73,7 @@ def build_spec(model: Model, raw: Parameters, overrides: Mapping[str, Any], *, n
     theta = _theta(model, raw)
     if not theta or overrides.get("qk_rope_head_dim") == 0:
         return None
-    parameters = scaling_parameters(model, raw, nested=nested)
+    parameters = _parameters(model, raw, nested)
     model = Model({**model.values, **overrides}, model.family)
     head_dim, rotary_dim = _dims(model, raw, parameters["rope_type"])
     if parameters["rope_type"] == "proportional":
@@ -91,26 +91,31 @@ def build_spec(model: Model, raw: Parameters, overrides: Mapping[str, Any], *, n
     )
 
 
-def scaling_parameters(model: Model, raw: Parameters, *, nested: bool = False) -> dict[str, Any]:
-    """`raw` with its type under its current name, and the lengths that the formulas need filled in."""
+def _parameters(model: Model, raw: Parameters, nested: bool) -> dict[str, Any]:
+    own, top_level = (where.get("original_max_position_embeddings") for where in (raw, model.values))
+    length = model.first(_LENGTH_KEYS)
+    # Phi-3 keeps the trained length at the top level, and there it wins.
+    candidates = (own, top_level, length) if nested else (top_level, own, length)
+    original = next((value for value in candidates if value is not None), None)
+    return scaling_parameters(raw, length, original, early_phi3=model.family in ("phi3", "phi4_multimodal"))
+
+
+def scaling_parameters(raw: Parameters, length: int | None, original: int | None, *, early_phi3: bool = False) -> dict[str, Any]:
+    """`raw` with its type under its current name, and the lengths that the formulas need filled in: `length` is what the model is
+    made for, `original` what it was trained for."""
     rope_type = raw.get("rope_type") or raw.get("type") or "default"
     rope_type = _TYPE_ALIASES.get(rope_type, rope_type)
     if rope_type in ("dynamic", "ntk") and raw.get("alpha"):
         rope_type = "ntk_alpha"
-    if rope_type == "yarn" and model.family in ("phi3", "phi4_multimodal"):
-        rope_type = "longrope"  # early Phi-3 files
+    if rope_type == "yarn" and early_phi3:
+        rope_type = "longrope"
     if rope_type == "axial":
         raise NotImplementedError("rope_type 'axial': a vision tower's 2-D rotary embedding, not a decoder's")
     if raw.get("use_fope") or any(key.startswith("fope_") for key in raw):
         raise NotImplementedError("FoPE: its cos and sin differ per head, which no cos/sin table holds")
 
     filled = dict(raw)
-    length = model.first(_LENGTH_KEYS)
     if rope_type in _WITH_ORIGINAL_LENGTH:
-        own, top_level = (where.get("original_max_position_embeddings") for where in (raw, model.values))
-        # Phi-3 keeps the trained length at the top level, and there it wins.
-        candidates = (own, top_level, length) if nested else (top_level, own, length)
-        original = next((value for value in candidates if value is not None), None)
         filled["original_max_position_embeddings"] = original
         if rope_type != "llama3" and raw.get("factor") is None and length and original:
             filled["factor"] = length / original

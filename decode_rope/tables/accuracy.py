@@ -2,7 +2,7 @@
 
 import torch
 
-from .tables import Exactness, rows
+from .table import Exactness, rows
 
 WINDOW = 1024  # tokens compared with each other
 

@@ -15,6 +15,7 @@ Below, `f_j = theta ** (-2 j / rotary_dim)`, and L0 is `original_max_position_em
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ def linear(rotary_dim: int, theta: float, *, factor: float, dtype: torch.dtype =
 
     transformers divides the frequencies; vLLM and SGLang divide the positions, one ulp away."""
     _require_positive("factor", factor)
+    _warn_below_one("factor", factor)
     return default(rotary_dim, theta, dtype=dtype)[0] / factor, 1.0
 
 
@@ -70,6 +72,7 @@ def dynamic(
     `f_j` with theta replaced by `theta * (factor * L / Lmax - (factor - 1)) ** (R / (R - 2))`. transformers re-evaluates
     this whenever a longer sequence arrives, which leaves the keys already cached on the old base; a table is one L."""
     _require_positive("factor", factor)
+    _warn_below_one("factor", factor)
     length = max(seq_len or 0, max_position_embeddings)
     stretch = (factor * length / max_position_embeddings) - (factor - 1)
     return default(rotary_dim, theta * stretch ** _ntk_exponent(rotary_dim), dtype=dtype)
@@ -104,6 +107,7 @@ def yarn(
     (DeepSeek: 1.0, its softmax scale carries the rest); `g(1)`. Here `g(m) = 0.1 m ln(factor) + 1`, or 1 when factor <= 1.
     """
     _require_positive("factor", factor)
+    _warn_below_one("factor", factor)
     _require_positive("original_max_position_embeddings", original_max_position_embeddings)
 
     def ramp_end(rotations: float) -> float:
@@ -172,6 +176,11 @@ def llama3(
     """Llama 3.1, by wavelength `w = 2 pi / f_j`: `f_j` below `L0 / high_freq_factor`, `f_j / factor` above
     `L0 / low_freq_factor`, and a blend of the two in between (Meta's llama-models reference code)."""
     _require_positive("factor", factor)
+    _warn_below_one("factor", factor)
+    if not 0 < low_freq_factor < high_freq_factor:
+        raise ValueError(
+            f"low_freq_factor: expected a number above 0 and below high_freq_factor, got {low_freq_factor} and {high_freq_factor}"
+        )
     inv_freq, _ = default(rotary_dim, theta, dtype=dtype)
     wavelength = 2 * math.pi / inv_freq
     is_long = wavelength > original_max_position_embeddings / low_freq_factor
@@ -245,6 +254,12 @@ def _ntk_exponent(rotary_dim: int) -> float:
     if rotary_dim <= 2:
         raise ValueError(f"rotary_dim: NTK scaling needs more than 2, got {rotary_dim}")
     return rotary_dim / (rotary_dim - 2)
+
+
+def _warn_below_one(name: str, value: float) -> None:
+    """Transformers warns of these too: such a factor shortens the context instead of stretching it."""
+    if value < 1:
+        warnings.warn(f"{name}: expected at least 1, got {value}; the table is built as it says", UserWarning, stacklevel=2)
 
 
 def _require_positive(name: str, value: float) -> None:

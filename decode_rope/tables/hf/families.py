@@ -1,4 +1,4 @@
-"""What a `model_type` decides about rotary embeddings that its config.json does not say: data only, read by `hf_config`.
+"""What a `model_type` decides about rotary embeddings that its config.json does not say: data only, read by `config` and `spec`.
 
 Names are transformers' model types without a trailing `_text`. Types that are absent follow the general rules: NeoX pairs,
 every partial factor honoured, theta 10000. tests/test_hf_parity.py compares all of it with the installed transformers.

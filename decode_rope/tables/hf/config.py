@@ -4,15 +4,16 @@
 `RopeConfig`: one `RopeSpec` per kind of layer. No tensor is made here and transformers is never imported.
 
 Precedence is transformers': a value in `rope_scaling` / `rope_parameters`, then the top level of the config, then the
-default of the model type (`hf_families`).
+default of the model type (`families`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import hf_families as families
-from .hf_spec import (
+from . import families
+from .reader import check_config
+from .spec import (
     PARTIAL_KEYS,
     ROTARY_DIM_KEYS,
     THETA_KEYS,
@@ -49,10 +50,12 @@ class RopeConfig:
         """The spec of a layer type, of a layer index, or the only one there is. ValueError lists the choices."""
         if layer_type is None:
             spec = self._only()
-        elif isinstance(layer_type, int):
+        elif isinstance(layer_type, int) and not isinstance(layer_type, bool):
             spec = self._at(layer_type)
-        else:
+        elif isinstance(layer_type, str):
             spec = self._named(layer_type)
+        else:
+            raise TypeError(f"layer_type: expected a string, a layer index or None, got {type(layer_type).__name__}")
         if spec is None:
             raise ValueError(
                 f"layer_type={layer_type!r} of model type {self.model_type!r} has no rotary embedding (NoPE); "
@@ -79,6 +82,8 @@ class RopeConfig:
         return distinct[0] if distinct else None
 
     def _at(self, index: int) -> RopeSpec | None:
+        if index < 0:
+            raise ValueError(f"layer_type: expected a layer index of at least 0, got {index}")
         if self.by_layer is None and len(self.by_type) == 1:
             return next(iter(self.by_type.values()))
         if self.by_layer is None:
@@ -116,9 +121,12 @@ def _model(config: Any) -> Model:
         if not hasattr(config, "to_dict"):
             raise TypeError(f"config: expected the dict of a config.json or a transformers config, got {type(config).__name__}")
         config = config.to_dict()
+        if not isinstance(config, Mapping):
+            raise TypeError(f"config: expected to_dict() to return a dict, got {type(config).__name__}")
     values: Mapping[str, Any] = config
     while inner := next((values[key] for key in _TEXT_KEYS if isinstance(values.get(key), Mapping)), None):
         values = {**inner, "model_type": inner.get("model_type") or values.get("model_type")}
+    check_config(values)
     model_type = values.get("model_type") or ""
     return Model(values, model_type.replace("-", "_").removesuffix("_text"))
 
