@@ -1,0 +1,1 @@
+"""Questions asked once, with the programs that answered them."""
