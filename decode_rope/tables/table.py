@@ -108,9 +108,8 @@ class RopeTable:
             >>> RopeTable.build(64, 4096, theta=5e5)
             RopeTable(default, max_position=4096, rotary_dim=64, NeoX pairs, attention_scaling=1, device='cpu')
         """
-        _check_integer("rotary_dim", rotary_dim)
-        if rotary_dim % 2:
-            raise ValueError(f"rotary_dim: expected an even number, got {rotary_dim}")
+        if isinstance(rotary_dim, bool) or not isinstance(rotary_dim, int) or rotary_dim <= 0 or rotary_dim % 2:
+            raise ValueError(f"rotary_dim: expected an even number above 0, got {rotary_dim!r}")
         if isinstance(theta, bool) or not isinstance(theta, int | float):
             raise TypeError(f"theta: expected a number, got {type(theta).__name__}")
         if not isinstance(is_neox, bool):
@@ -212,7 +211,8 @@ def _from_spec(
     exactness: Exactness,
     device: torch.device | str | int | None,
 ) -> RopeTable:
-    _check_integer("max_position", max_position)
+    if isinstance(max_position, bool) or not isinstance(max_position, int) or max_position <= 0:
+        raise ValueError(f"max_position: expected a number of rows above 0, got {max_position!r}")
     if not isinstance(exactness, str) or exactness not in ("hf", "fp64"):
         raise ValueError(f"exactness: expected 'hf' or 'fp64', got {exactness!r}")
     if long is not None and not isinstance(long, bool):
@@ -237,13 +237,6 @@ def _from_spec(
         rotates_tail=spec.rotates_tail,
     )
     return table if where is None else table.to(where)
-
-
-def _check_integer(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int above 0, got {type(value).__name__}")
-    if value <= 0:
-        raise ValueError(f"{name}: expected an int above 0, got {value}")
 
 
 def _device(device: Any) -> torch.device:

@@ -89,8 +89,8 @@ ROPE_FIELDS: dict[str, Callable] = {
     "low_freq_factor": number,
     "high_freq_factor": number,
     "long": flag,
-    "mrope_section": list_of(integer),
-    "xdrope_section": list_of(integer),
+    "mrope_section": list_of(number),
+    "xdrope_section": list_of(number),
     "mrope_interleaved": flag,
     "use_fope": flag,
 }
