@@ -1,0 +1,225 @@
+"""How a launch reaches the GPU: stream, device, thread, one kernel and nothing else, the same bits by either way of launching."""
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from cases import Case, Spec, assert_same_storages, bits, build, call_arguments, check, prepare, run_reference
+from random_cases import GPU_SIZES, random_spec
+
+import decode_rope
+from decode_rope import reference, variants
+
+pytestmark = pytest.mark.gpu
+STEP = Spec([r % 4 for r in range(40)], [[r, -1] for r in range(40)], num_pages=40, heads=(8, 2))
+WAYS = ["function", "op", "bound"]
+
+
+def launcher(way: str, case: Case):
+    """A function without arguments that launches on the buffers of a case."""
+    if way == "function":
+        arguments = case.arguments()
+        return lambda: decode_rope.rope_append_decode(**arguments)
+    op, arguments = prepare(case).warmup(len(case.spec.positions)), call_arguments(case)
+    return op.bind(**arguments) if way == "bound" else lambda: op(**arguments)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_repeated_launches_read_memory_anew(way, device):
+    case = build(STEP, device)
+    launch = launcher(way, case)
+    for seed in range(6):
+        fresh = build(STEP.but(seed=seed), device)
+        for name, storage in fresh.storages.items():
+            case.storages[name].copy_(storage)
+        assert launch() is case["q"]
+        assert_same_storages(case, run_reference(fresh))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_F5_the_launch_is_on_the_current_stream(way, device):
+    """A stream sleeps, then brings in q: a launch on any other stream would not see it. Two streams by turns."""
+    case = build(STEP, device)
+    launch = launcher(way, case)
+    fresh = case["q"].clone()
+    want = run_reference(case.clone())["q"]
+    launch()
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    for stream in streams * 2:
+        case["q"].zero_()
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            case["q"].copy_(fresh)
+            launch()
+        stream.synchronize()
+        assert torch.equal(bits(case["q"]), bits(want))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_F4_tensors_on_another_device_than_the_current_one(way, device):
+    other = torch.device("cuda:1")
+    case = build(STEP, other)
+    with torch.cuda.device(0):
+        launch = launcher(way, case)
+        for _ in range(3):
+            before = case.clone()
+            launch()
+            torch.cuda.synchronize(other)
+            assert_same_storages(case, run_reference(before))
+        assert torch.cuda.current_device() == 0
+    here = build(STEP, torch.device("cuda:0"))
+    with torch.cuda.device(1):
+        check(here)
+
+
+def test_a_thread_that_has_not_used_the_gpu(device):
+    case = build(STEP, device)
+    launch = launcher("bound", case)
+    launch()
+    before = case.clone()
+    errors = []
+
+    def work():
+        try:
+            launch()
+            torch.cuda.synchronize(device)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert_same_storages(case, run_reference(before))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_F9_a_call_is_one_kernel_and_nothing_else(way, dtype, device):
+    """No cast of an index, no copy, no allocation: seen by the profiler, by the allocator and as nodes of a graph."""
+    case = build(STEP.but(positions_dtype=dtype, index_dtype=dtype, activations="packed"), device)
+    launch = launcher(way, case)
+    for _ in range(3):
+        launch()
+    torch.cuda.synchronize(device)
+    allocated = torch.cuda.memory_stats(device)["allocation.all.allocated"]
+    for _ in range(10):
+        launch()
+    assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == allocated
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        for _ in range(5):
+            launch()
+    assert node_kinds(graph) == [0] * 5
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(10):
+            launch()
+        torch.cuda.synchronize(device)
+    on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert on_device == ["decode_kernel"] * 10 or not on_device  # a machine may forbid profiling
+
+
+def node_kinds(graph: torch.cuda.CUDAGraph) -> list[int]:
+    """CUgraphNodeType of every node of a captured graph; 0 is a kernel."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    assert driver.cuGraphGetNodes(handle, None, ctypes.byref(count)) == 0
+    nodes = (ctypes.c_void_p * count.value)()
+    assert driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)) == 0
+    kinds = []
+    for node in nodes:
+        kind = ctypes.c_int()
+        assert driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0
+        kinds.append(kind.value)
+    return kinds
+
+
+def digest(seeds) -> str:
+    """A hash of all bytes that random calls leave, each made twice so that a repeated launch is in it."""
+    state = hashlib.sha256()
+    for seed in seeds:
+        case = build(random_spec(seed, GPU_SIZES), torch.device("cuda:0"))
+        for _ in range(2):
+            again = case.clone()
+            decode_rope.rope_append_decode(**again.arguments())
+            for name in sorted(again.storages):
+                state.update(again.storages[name].cpu().numpy().tobytes())
+    return state.hexdigest()
+
+
+def in_a_new_process(code: str, **environment: str) -> str:
+    """What `code` prints, with the tests importable."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": path, **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.strip()
+
+
+def test_both_ways_of_launching_leave_the_same_bits():
+    seeds = range(40)
+    code = (
+        "from test_launch import digest\n"
+        "from decode_rope import variants\n"
+        f"print(digest(range({len(seeds)})))\n"
+        "assert not any(v.direct for v in compiled._COMPILED.values())"
+    )
+    assert in_a_new_process(code, DECODE_ROPE_LAUNCH="jit") == digest(seeds)
+    assert any(v.direct for v in compiled._COMPILED.values()) or torch.version.hip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_launch_hooks_of_a_profiler_are_called(way, device):
+    case = build(STEP, device)
+    launch = launcher(way, case)
+    launch()
+    names = []
+
+    def hook(metadata):
+        names.append(metadata.get()["name"])
+
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        before = case.clone()
+        launch()
+        assert_same_storages(case, run_reference(before))
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert names == ["decode_kernel"]
+    launch()
+    assert names == ["decode_kernel"]
+
+
+def test_disjoint_slots_on_two_streams_at_once(device):
+    """250 times two launches side by side on one cache, each with slots of its own."""
+    spec = Spec([7] * 60, slots=list(range(60)), num_pages=64, page_size=2, index_dtype=torch.int64, heads=(8, 4))
+    left = build(spec, device)
+    right = build(spec.but(slots=[s + 60 for s in spec.slots], seed=1), device)
+    for name in ("k_cache", "v_cache"):
+        right.views[name], right.storages[name] = left.views[name], left.storages[name]
+    want = {name: left.storages[name].clone() for name in ("k_cache", "v_cache")}
+    for case in (left, right):
+        expected = case.clone()
+        for name in want:
+            expected.storages[name] = want[name]
+        reference.rope_append_decode(**expected.arguments())
+    inputs = [(case, case["q"].clone()) for case in (left, right)]
+    streams = [torch.cuda.Stream(device) for _ in inputs]
+    for _ in range(250):
+        for (case, q), stream in zip(inputs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                case["q"].copy_(q)
+                decode_rope.rope_append_decode(**case.arguments())
+        torch.cuda.synchronize(device)
+        assert all(torch.equal(left.storages[name], want[name]) for name in want)
