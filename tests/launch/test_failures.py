@@ -6,14 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import Case, assert_same_storages, bits, build, call_arguments, prepare
+from cases import Case, assert_same_storages, bits, build, call_arguments, prepare, run_reference
 from lanes import INTERPRETED, ON_GPU
-from fake_driver import FakeDriver, RealDriver
+from fake_driver import FakeDriver, RealDriver, with_nothing_loaded
 from ways import SPECS, TABLE, WAYS, either_way, function_of, reset, works
 
 import decode_rope
-from decode_rope import api, dispatch, dispatch_prefill, driver, launch, plan, rotate, variants
+from decode_rope.api.functions import DECODE_CALLS, PREFILL_CALLS
 from decode_rope.append.faults import fault_buffer
+from decode_rope.launch import compiled, decode, driver, plan, platform
+from decode_rope.launch.book import Book
+from decode_rope.launch.rope import BOOK
 
 pytestmark = pytest.mark.skipif(INTERPRETED or (ON_GPU and not platform.DIRECT), reason="launches do not go to the driver")
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
@@ -41,11 +44,11 @@ def fails(call: Callable, case: Case, start: Case, error: type[BaseException], w
     assert torch.equal(fault_buffer(case.device), faults)
 
 
-def assert_whole(book: dispatch.PlanBook) -> None:
+def assert_whole(book: Book) -> None:
     """Every plan that can be found is one that can be launched."""
     for found in (*book._plans.values(), *book._recent):
         assert found.flags is not None and callable(found.guard)
-        assert found.variant.function is not None and found.variant in compiled._COMPILED.values()
+        assert found.compiled.function is not None and found.compiled in compiled._COMPILED.values()
 
 
 @any_spec
@@ -61,7 +64,7 @@ def test_the_driver_refuses(way, name, gpu, device):
         fails(call, case, start, RuntimeError, "the kernel launch failed with CUDA driver error 719, ")
         gpu.codes.clear()
         works(call, case, start)
-        assert_whole(api._PLANS)
+        assert_whole(DECODE_CALLS)
 
 
 @either_way
@@ -90,10 +93,10 @@ def test_a_kernel_that_does_not_load(way, name, error, gpu, device):
     for _ in range(2):
         fails(call, case, start, type(error), str(error))
         assert compiled.num_compiled() == 0
-        assert not api._PLANS._plans and not api._PLANS._recent
+        assert not DECODE_CALLS._plans and not DECODE_CALLS._recent
     gpu.refuse_to_load = None
     works(call, case, start)
-    assert_whole(api._PLANS)
+    assert_whole(DECODE_CALLS)
 
 
 @either_way
@@ -109,16 +112,16 @@ def test_the_kernel_for_unaligned_memory_does_not_load(way, gpu, device):
     gpu.refuse_to_load = None
     works(odd_call, odd, shifted)
     works(call, case, start)
-    assert_whole(api._PLANS)
+    assert_whole(DECODE_CALLS)
 
 
-@pytest.mark.parametrize("where", ["driver.pack", "launch.fault_buffer", "variants.fault_buffer", "plan.decode_geometry"])
+@pytest.mark.parametrize("where", ["driver.pack", "plan.fault_buffer", "compiled.fault_buffer", "decode.decode_geometry"])
 @either_way
 def test_a_step_of_the_first_launch_fails(where, way, gpu, device, monkeypatch):
     start = build(TABLE, device)
     case = start.clone()
     call = WAYS[way](case)
-    module = {"driver": driver, "launch": launch, "plan": plan, "variants": variants}[where.split(".")[0]]
+    module = {"driver": driver, "plan": plan, "compiled": compiled, "decode": decode}[where.split(".")[0]]
 
     def fail(*args, **kwargs):
         raise OUT_OF_MEMORY
@@ -126,7 +129,7 @@ def test_a_step_of_the_first_launch_fails(where, way, gpu, device, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(module, where.split(".")[1], fail)
         fails(call, case, start, torch.OutOfMemoryError, "out of memory")
-    assert_whole(api._PLANS)
+    assert_whole(DECODE_CALLS)
     works(call, case, start)
 
 
@@ -143,11 +146,10 @@ def test_prefill_and_apply_rope_fail_the_same_way(name, device, monkeypatch):
     with monkeypatch.context() as broken:
         gpu = (RealDriver() if device.type == "cuda" else FakeDriver()).install(broken)
         gpu.refuse_to_load = OUT_OF_MEMORY
-        plans = (dispatch_prefill if name == "rope_append_prefill" else rotate)._PLANS._plans
-        before = set(plans)
+        book = PREFILL_CALLS if name == "rope_append_prefill" else BOOK
         for _ in range(2):
             fails(call, case, start, torch.OutOfMemoryError, "out of memory")
-        assert set(plans) == before and compiled.num_compiled() == 0
+        assert not book._plans and not book._recent and compiled.num_compiled() == 0
     call(decode_rope.reference, want)
     for _ in range(2):
         reset(case, start)
@@ -177,11 +179,11 @@ def test_a_warmup_that_breaks_off_can_be_repeated(gpu, device, monkeypatch):
     start = build(TABLE.but(heads=(32, 8), head_dim=128), device)
     load, loaded = compiled.Compiled._load, []
 
-    def load_two(variant, dtypes):
+    def load_two(kernel, dtypes):
         if len(loaded) == 2:
             raise OUT_OF_MEMORY
-        loaded.append(variant)
-        load(variant, dtypes)
+        loaded.append(kernel)
+        load(kernel, dtypes)
 
     op = prepare(start)
     with monkeypatch.context() as short:
@@ -204,8 +206,8 @@ def test_the_real_driver_refuses_and_the_context_lives(gpu, device):
     case = start.clone()
     call = function_of(case)
     works(call, case, start, times=1)
-    (found,) = api._PLANS._recent
-    found._ready.clear()
+    (found,) = DECODE_CALLS._recent
+    found._kept.clear()
     grid, found.grid = found.grid, 0
     fails(call, case, start, RuntimeError, "CUDA driver error 1, invalid argument")
     found.grid = grid
@@ -214,16 +216,23 @@ def test_the_real_driver_refuses_and_the_context_lives(gpu, device):
 
 
 @pytest.mark.gpu
-def test_no_compiler_on_the_machine(device, monkeypatch, tmp_path):
-    """Whether Triton needs one depends on its version; the caches do not."""
+def test_a_machine_without_a_compiler_says_so_or_launches(device, monkeypatch, tmp_path):
+    """Whether Triton needs one depends on its version and on what it has cached. The caches are whole in either case, and the next
+    call, with a compiler, works."""
     start = build(TABLE.but(head_dim=24, v_head_dim=24, rotary_dim=18), device)
-    case = start.clone()
+    case, want = start.clone(), run_reference(start.clone())
     with monkeypatch.context() as bare:
-        bare.setattr(variants, "_VARIANTS", {})
+        with_nothing_loaded(bare)
         bare.setenv("CC", str(tmp_path / "cc"))
         bare.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        raised = None
         try:
             decode_rope.rope_append_decode(**case.arguments())
-        except Exception:
-            assert_same_storages(case, start)
+        except Exception as error:
+            raised = error
+        torch.cuda.synchronize()
+        assert_same_storages(case, start if raised else want)
+        assert compiled.num_compiled() == (0 if raised else 1)
+        assert_whole(DECODE_CALLS)
+        assert raised is None or not DECODE_CALLS._plans
     works(function_of(case), case, start)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from decode_rope.geometry import Geometry, check_geometry, decode_geometry, power_of_two
 from decode_rope.kernels import rotation
+from decode_rope.launch.decode import Geometry, check_geometry, decode_geometry
+from decode_rope.launch.tiles import power_of_two
 
 HEADS = [(32, 8, 128), (8, 1, 128), (64, 8, 64), (71, 1, 64), (1, 1, 2), (5, 1, 100), (9, 3, 64), (128, 8, 512), (7, 0, 128)]
 
@@ -21,18 +22,31 @@ def test_a_server_needs_few_kernels(heads):
     assert len({decode_geometry(num_tokens, *heads)[:6] for num_tokens in range(1, 2049)}) <= 3
 
 
-def test_few_kv_heads_share_a_program_with_other_tokens_once_there_are_many():
-    for heads, few, many in (((8, 1, 128), (1, 2), (8, 1)), ((9, 3, 64), (1, 4), (4, 4)), ((2, 2, 64), (1, 2), (8, 2))):
-        for num_tokens, want in ((1, few), (78, few), (265, many)):
-            assert decode_geometry(num_tokens, *heads)[2:4] == want
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_a_launch_of_several_warps_fills_them(heads):
+    """Few heads share a program with other tokens, of Q as of K and V, so that each thread has a whole access in each half of a
+    head: 8 or 16 bytes of bf16. A launch of one warp takes one token a tile, whose index loads are scalar."""
+    num_q_heads, num_kv_heads, head_dim = heads
+    for num_tokens in (*range(1, 600, 7), 1024, 4096):
+        geometry = decode_geometry(num_tokens, *heads)
+        rows = [geometry.tokens_q * geometry.heads_q, geometry.tokens_kv * geometry.heads_kv]
+        threads = 32 * geometry.num_warps
+        if geometry.num_warps == 1:
+            assert geometry.tokens_q == geometry.tokens_kv == 1
+        elif power_of_two(head_dim // 2) < 4 * threads:
+            assert rows[0] == rows[1] and rows[0] * power_of_two(head_dim // 2) in (4 * threads, 8 * threads)
+        for tile, heads_of_tile, heads_there in zip(rows, geometry[1:4:2], (num_q_heads, max(num_kv_heads, 1)), strict=True):
+            assert heads_of_tile == max(min(power_of_two(heads_there), tile), 2 // (tile // heads_of_tile))
 
 
-def test_warps_and_accesses_by_size():
-    """(tokens, warps, elements an access) of Llama-3-8B: 100,000 and 350,000 elements are the borders."""
-    for tokens, warps, elements in ((1, 1, 8), (16, 1, 8), (17, 4, 4), (56, 4, 4), (57, 4, 8), (1024, 4, 8)):
-        geometry = decode_geometry(tokens, 32, 8, 128)
-        assert geometry.num_warps == warps
-        assert geometry.tokens_q * geometry.heads_q * 64 == elements * 32 * warps
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_more_tokens_take_no_fewer_warps_and_no_more_shared_memory(heads):
+    """What a launch asks for its neighbours, it asks while it is small; then it keeps the driver's split."""
+    found = [decode_geometry(num_tokens, *heads) for num_tokens in (*range(1, 2049), 10**6)]
+    warps, carveouts = [geometry.num_warps for geometry in found], [geometry.carveout for geometry in found]
+    assert warps == sorted(warps) and carveouts == sorted(carveouts, reverse=True)
+    assert carveouts[-1] == -1 and set(carveouts) <= {-1, 100}
+    assert warps[-1] > 1
 
 
 def test_both_powers_of_two_are_one():
@@ -44,14 +58,3 @@ def test_programs_count_the_tiles():
     geometry = Geometry(tokens_q=2, heads_q=8, tokens_kv=4, heads_kv=2, num_warps=4, pdl=False)
     assert geometry.programs(5, 20, 3) == 3 * 3 + 2 * (2 * 2)
     assert geometry.programs(5, 20, 0) == 9
-
-
-def test_shared_memory_is_left_alone_where_that_was_better():
-    """In whole steps of H200; wide Q and large launches keep the driver's split."""
-    for heads, tokens, carveout in (
-        ((16, 8, 128), 64, 100),
-        ((16, 8, 128), 128, -1),
-        ((32, 8, 64), 8, 100),
-        ((32, 8, 128), 1, -1),
-    ):
-        assert decode_geometry(tokens, *heads).carveout == carveout

@@ -6,11 +6,12 @@ import random
 import pytest
 import torch
 from cases import Spec, assert_same_storages, bits, build, call_arguments, no_faults, prepare, run_reference
+from processes import in_a_new_process
 from random_cases import bad_integers, negatives
-from test_launch import WAYS, in_a_new_process, launcher
+from ways import WAYS, either_way
 
 import decode_rope
-from decode_rope import api, dispatch
+from decode_rope.api import functions
 from decode_rope.append.faults import fault_buffer
 
 pytestmark = pytest.mark.gpu
@@ -54,11 +55,11 @@ def random_step(num_tokens: int, seed: int, paged: bool, **changes) -> Spec:
 
 @pytest.mark.parametrize("paged", [True, False], ids=["table", "slots"])
 @pytest.mark.parametrize("num_tokens", [1, 8, 70, 257])
-@pytest.mark.parametrize("way", WAYS)
+@either_way
 def test_F8_fifty_replays_with_other_inputs(way, num_tokens, paged, device):
     """q, k, v, positions, table, slots and caches change in place between replays; bytes and faults are the reference's."""
     case = build(random_step(num_tokens, 0, paged), device)
-    graph = capture(launcher(way, case))
+    graph = capture(WAYS[way](case))
     written = 0
     for seed in range(1, 51):
         fresh = build(random_step(num_tokens, seed, paged), device)
@@ -77,7 +78,7 @@ def test_F8_fifty_replays_with_other_inputs(way, num_tokens, paged, device):
 def test_F8_a_thousand_random_paddings(device):
     start = build(random_step(64, 3, paged=True, q_out=True), device)
     case = start.clone()
-    graph = capture(launcher("function", case))
+    graph = capture(WAYS["function"](case))
     generator = torch.Generator().manual_seed(0)
     for _ in range(1000):
         live = torch.rand(64, generator=generator) < torch.rand(1, generator=generator)
@@ -93,7 +94,7 @@ def test_F8_a_thousand_random_paddings(device):
 def test_F8_padding_of_a_batch_bucket_leaves_the_cache_alone(device):
     """A graph for 64 requests serves 5: positions −1, slots −1 and stale tables behind them."""
     case = build(random_step(64, 4, paged=False), device)
-    graph = capture(launcher("op", case))
+    graph = capture(WAYS["DecodeRope"](case))
     case["positions"][5:] = -1
     case["slot_mapping"][5:40] = -1
     before = case.clone()
@@ -102,11 +103,11 @@ def test_F8_padding_of_a_batch_bucket_leaves_the_cache_alone(device):
     assert_same_storages(case, run_reference(before))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_F2_a_graph_outlives_the_objects_it_was_captured_from(way, device, monkeypatch):
+@either_way
+def test_F2_a_graph_outlives_the_objects_it_was_captured_from(way, device):
     case = build(random_step(8, 5, paged=True), device)
-    graph = capture(launcher(way, case))
-    monkeypatch.setattr(api, "_PLANS", dispatch.decode_plans())
+    graph = capture(WAYS[way](case))
+    functions.DECODE_CALLS.clear()
     gc.collect()
     torch.cuda.empty_cache()
     for seed in range(20):  # other plans and kernels come and go
@@ -192,7 +193,7 @@ def test_a_capture_on_a_stream_of_the_user(device):
     case = build(random_step(8, 8, paged=True), device)
     before = case.clone()
     stream = torch.cuda.Stream(device)
-    launch = launcher("bound", case)
+    launch = WAYS["bound"](case)
     graph = capture(launch, stream)
     for name, storage in before.storages.items():
         case.storages[name].copy_(storage)
@@ -207,7 +208,7 @@ def test_graphs_of_several_sizes_and_eager_calls_by_turns(device):
     """As a server has them: one graph for each batch size, and a plain call now and then."""
     sizes = (1, 2, 4, 8, 16, 65)
     cases = {n: build(random_step(n, 9, paged=True), device) for n in sizes}
-    graphs = {n: capture(launcher("op", case)) for n, case in cases.items()}
+    graphs = {n: capture(WAYS["DecodeRope"](case)) for n, case in cases.items()}
     rng = random.Random(0)
     for turn in range(60):
         n = rng.choice(sizes)
@@ -225,7 +226,7 @@ def test_a_chain_of_layers_in_one_graph(device):
     """32 launches, each on the caches of its own layer; all of them right after each replay."""
     layers = [build(random_step(8, 200 + i, paged=True), device) for i in range(32)]
     start = [layer.clone() for layer in layers]
-    launches = [launcher("bound", layer) for layer in layers]
+    launches = [WAYS["bound"](layer) for layer in layers]
     graph = capture(lambda: [launch() for launch in launches])
     for _ in range(5):
         for layer, fresh in zip(layers, start, strict=True):

@@ -1,40 +1,27 @@
 """How a launch reaches the GPU: stream, device, thread, one kernel and nothing else, the same bits by either way of launching."""
 
 import ctypes
-import hashlib
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 import triton
-from cases import Case, Spec, assert_same_storages, bits, build, call_arguments, check, prepare, run_reference
-from random_cases import GPU_SIZES, random_spec
+from cases import Spec, assert_same_storages, bits, build, check, run_reference
+from processes import digest, in_a_new_process
+from ways import WAYS, either_way
 
 import decode_rope
-from decode_rope import reference, variants
+from decode_rope import reference
+from decode_rope.launch import compiled
 
 pytestmark = pytest.mark.gpu
 STEP = Spec([r % 4 for r in range(40)], [[r, -1] for r in range(40)], num_pages=40, heads=(8, 2))
-WAYS = ["function", "op", "bound"]
 
 
-def launcher(way: str, case: Case):
-    """A function without arguments that launches on the buffers of a case."""
-    if way == "function":
-        arguments = case.arguments()
-        return lambda: decode_rope.rope_append_decode(**arguments)
-    op, arguments = prepare(case).warmup(len(case.spec.positions)), call_arguments(case)
-    return op.bind(**arguments) if way == "bound" else lambda: op(**arguments)
-
-
-@pytest.mark.parametrize("way", WAYS)
+@either_way
 def test_repeated_launches_read_memory_anew(way, device):
     case = build(STEP, device)
-    launch = launcher(way, case)
+    launch = WAYS[way](case)
     for seed in range(6):
         fresh = build(STEP.but(seed=seed), device)
         for name, storage in fresh.storages.items():
@@ -43,11 +30,11 @@ def test_repeated_launches_read_memory_anew(way, device):
         assert_same_storages(case, run_reference(fresh))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@either_way
 def test_F5_the_launch_is_on_the_current_stream(way, device):
     """A stream sleeps, then brings in q: a launch on any other stream would not see it. Two streams by turns."""
     case = build(STEP, device)
-    launch = launcher(way, case)
+    launch = WAYS[way](case)
     fresh = case["q"].clone()
     want = run_reference(case.clone())["q"]
     launch()
@@ -63,13 +50,13 @@ def test_F5_the_launch_is_on_the_current_stream(way, device):
         assert torch.equal(bits(case["q"]), bits(want))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@either_way
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_F4_tensors_on_another_device_than_the_current_one(way, device):
     other = torch.device("cuda:1")
     case = build(STEP, other)
     with torch.cuda.device(0):
-        launch = launcher(way, case)
+        launch = WAYS[way](case)
         for _ in range(3):
             before = case.clone()
             launch()
@@ -83,7 +70,7 @@ def test_F4_tensors_on_another_device_than_the_current_one(way, device):
 
 def test_a_thread_that_has_not_used_the_gpu(device):
     case = build(STEP, device)
-    launch = launcher("bound", case)
+    launch = WAYS["bound"](case)
     launch()
     before = case.clone()
     errors = []
@@ -103,11 +90,11 @@ def test_a_thread_that_has_not_used_the_gpu(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@either_way
 def test_F9_a_call_is_one_kernel_and_nothing_else(way, dtype, device):
     """No cast of an index, no copy, no allocation: seen by the profiler, by the allocator and as nodes of a graph."""
     case = build(STEP.but(positions_dtype=dtype, index_dtype=dtype, activations="packed"), device)
-    launch = launcher(way, case)
+    launch = WAYS[way](case)
     for _ in range(3):
         launch()
     torch.cuda.synchronize(device)
@@ -121,12 +108,16 @@ def test_F9_a_call_is_one_kernel_and_nothing_else(way, dtype, device):
             launch()
     assert node_kinds(graph) == [0] * 5
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    control = torch.zeros(1, device=device)
     with torch.profiler.profile(activities=activities) as profile:
+        control.add_(1)
         for _ in range(10):
             launch()
         torch.cuda.synchronize(device)
     on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert on_device == ["decode_kernel"] * 10 or not on_device  # a machine may forbid profiling
+    if not any("elementwise" in name for name in on_device):
+        pytest.skip("this machine lets no profiler see its kernels, not even PyTorch's own; all else held")
+    assert [name for name in on_device if "elementwise" not in name] == ["rope_append_decode_kernel"] * 10
 
 
 def node_kinds(graph: torch.cuda.CUDAGraph) -> list[int]:
@@ -144,45 +135,22 @@ def node_kinds(graph: torch.cuda.CUDAGraph) -> list[int]:
     return kinds
 
 
-def digest(seeds) -> str:
-    """A hash of all bytes that random calls leave, each made twice so that a repeated launch is in it."""
-    state = hashlib.sha256()
-    for seed in seeds:
-        case = build(random_spec(seed, GPU_SIZES), torch.device("cuda:0"))
-        for _ in range(2):
-            again = case.clone()
-            decode_rope.rope_append_decode(**again.arguments())
-            for name in sorted(again.storages):
-                state.update(again.storages[name].cpu().numpy().tobytes())
-    return state.hexdigest()
-
-
-def in_a_new_process(code: str, **environment: str) -> str:
-    """What `code` prints, with the tests importable."""
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    variables = {**os.environ, "PYTHONPATH": path, **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.strip()
-
-
 def test_both_ways_of_launching_leave_the_same_bits():
     seeds = range(40)
     code = (
-        "from test_launch import digest\n"
-        "from decode_rope import variants\n"
+        "from processes import digest\n"
+        "from decode_rope.launch import compiled\n"
         f"print(digest(range({len(seeds)})))\n"
-        "assert not any(v.direct for v in compiled._COMPILED.values())"
+        "assert not any(kernel.direct for kernel in compiled._COMPILED.values())"
     )
     assert in_a_new_process(code, DECODE_ROPE_LAUNCH="jit") == digest(seeds)
-    assert any(v.direct for v in compiled._COMPILED.values()) or torch.version.hip
+    assert any(kernel.direct for kernel in compiled._COMPILED.values()) or torch.version.hip
 
 
-@pytest.mark.parametrize("way", WAYS)
+@either_way
 def test_launch_hooks_of_a_profiler_are_called(way, device):
     case = build(STEP, device)
-    launch = launcher(way, case)
+    launch = WAYS[way](case)
     launch()
     names = []
 
@@ -196,9 +164,9 @@ def test_launch_hooks_of_a_profiler_are_called(way, device):
         assert_same_storages(case, run_reference(before))
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(hook)
-    assert names == ["decode_kernel"]
+    assert names == ["rope_append_decode_kernel"]
     launch()
-    assert names == ["decode_kernel"]
+    assert names == ["rope_append_decode_kernel"]
 
 
 def test_disjoint_slots_on_two_streams_at_once(device):

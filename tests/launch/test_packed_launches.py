@@ -9,12 +9,14 @@ import torch
 import triton
 from cases import Spec, assert_same_storages, build, call_arguments, check, prepare, prepared, run
 from lanes import INTERPRETED
+from far import FAR, expected, reserve, small_call
 from random_cases import CPU_SIZES, random_spec
-from test_offsets import FAR, expected, reserve, small_call
 from ways import SPECS, TABLE, WAYS, either_way, function_of, with_one_of, with_other_flags, works
 
 import decode_rope
-from decode_rope import api, dispatch, launch, plan, variants
+from decode_rope.api.functions import DECODE_CALLS
+from decode_rope.launch import book, compiled, plan
+from decode_rope.launch.decode import decode_geometry
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="launches do not go to the driver")
 
@@ -41,7 +43,8 @@ def test_F3_memory_of_any_alignment_in_any_order(fake_driver):
 
 @pytest.mark.parametrize(
     ("name", "strides"),
-    {"q": ["q_t", "qo_t"], "k": ["k_t", "ko_t"], "v": ["v_t"], "k_cache": ["kc_p"], "v_cache": ["vc_p"]}.items(),
+    # q stands for the outputs that there are not.
+    {"q": ["q_t", "qo_t", "ko_t"], "k": ["k_t"], "v": ["v_t"], "k_cache": ["kc_p"], "v_cache": ["vc_p"]}.items(),
 )
 def test_B1_strides_of_64_bits_are_given_in_64(name, strides, fake_driver):
     """And those of no more than 31 in 32, to which the stand-in cuts all others."""
@@ -56,9 +59,8 @@ def test_B1_strides_of_64_bits_are_given_in_64(name, strides, fake_driver):
         assert fake_driver.arguments[-1]["num_tokens"] == n
         for result in ("k_cache", "v_cache"):
             assert torch.equal(call[result], want[result]), (result, step)
-        last = list(compiled._COMPILED.values())[-1].static.WIDE
-        wide = [integer.removeprefix("stride_") for i, integer in enumerate(plan.INTEGERS) if last >> i & 1]
-        assert sorted(wide) == (sorted(strides) if step >= 2**31 else []), step
+        wide = list(compiled._COMPILED.values())[-1].wide
+        assert wide == ({f"stride_{stride}" for stride in strides} if step >= 2**31 else set()), step
 
 
 @pytest.mark.parametrize("one", ["q", "k", "v", "k_cache", "v_cache", "q_out", "k_out", "cos_sin_cache"])
@@ -128,7 +130,7 @@ def test_a_profiler_s_launch_hook_sees_every_launch(way, fake_driver, monkeypatc
     call = WAYS[way](case)
     works(call, case, start)
     seen = []
-    monkeypatch.setattr(compiled.Compiled, "launch_jit", lambda self, grid, tensors, integers: seen.append(grid))
+    monkeypatch.setattr(compiled.Compiled, "launch_jit", lambda self, grid, values: seen.append(grid))
     hook = triton.knobs.runtime.launch_enter_hook
     hook.add(print)
     try:
@@ -141,19 +143,19 @@ def test_a_profiler_s_launch_hook_sees_every_launch(way, fake_driver, monkeypatc
 
 
 def test_full_books_are_begun_anew(fake_driver, monkeypatch):
-    monkeypatch.setattr(launch, "_MAX_KNOWN", 2)
-    monkeypatch.setattr(dispatch, "_MAX_PLANS", 2)
+    monkeypatch.setattr(plan, "_MAX_KEPT", 2)
+    monkeypatch.setattr(book, "_MAX_PLANS", 2)
     cases = [build(TABLE.but(seed=seed, num_pages=7 + seed % 4), "cpu") for seed in range(8)]
     for _ in range(2):
         for start in cases:
             case = start.clone()
             works(function_of(case), case, start, times=2)
-    plans = api._PLANS._plans.values()
-    assert len(plans) <= 2 and all(len(p._ready) <= 2 and len(p._known) <= 2 for p in plans)
+    plans = DECODE_CALLS._plans.values()
+    assert len(plans) <= 2 and all(len(found._kept) <= 2 and len(found._known) <= 2 for found in plans)
 
 
 def test_F3_without_torch_s_tensor_guards(fake_driver, monkeypatch):
-    monkeypatch.setattr(dispatch, "TensorGuards", None)
+    monkeypatch.setattr(book, "TensorGuards", None)
     starts = [build(spec, "cpu") for spec in SPECS.values()]
     starts += [build(TABLE.but(**changes), "cpu") for changes in (
         dict(dtype=torch.float16), dict(dtype=torch.float32), dict(positions=[1, 3, -1], num_pages=9), dict(page_size=5),
@@ -193,15 +195,15 @@ def test_a_tensor_given_twice_is_looked_at_closely_once(changes, fake_driver, mo
     start = build(TABLE.but(**changes), "cpu")
     case = start.clone()
     works(function_of(case), case, start, times=2)
-    for name in ("check_append", "_guard"):
-        monkeypatch.setattr(dispatch, name, None)
+    monkeypatch.setattr(DECODE_CALLS, "_check", None)
+    monkeypatch.setattr(book, "_guard", None)
     works(function_of(case), case, start)
 
 
 def test_kernels_are_compiled_without_contraction_and_with_their_warps(fake_driver):
     run(build(TABLE, "cpu"))
     (found,) = compiled._COMPILED.values()
-    geometry = plan.decode_geometry(4, 3, 2, 16)
+    geometry = decode_geometry(4, 3, 2, 16)
     assert found.options == {"num_warps": geometry.num_warps, "num_stages": 1, "enable_fp_fusion": False}
 
 

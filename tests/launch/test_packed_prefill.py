@@ -5,32 +5,29 @@ follows. The driver is a stand-in, see `fake_driver.py`.
 import pytest
 import torch
 import triton
-from cases import Case, Spec, assert_same_storages, bits, build
+from cases import Case, Spec, assert_same_storages, bits, build, check
 from lanes import INTERPRETED
+from ragged import BLOCK_TABLE, CU_SEQLENS, POSITIONS, RAGGED, SLOTS, STILL, ragged
 from random_cases import CPU_SIZES, random_spec
-from test_prefill import BLOCK_TABLE, CU_SEQLENS, POSITIONS, RAGGED, SLOTS, STILL, check, ragged, run_reference
-from ways import reset, with_one_of, with_other_flags
+from ways import prefill_of, reset, with_one_of, with_other_flags, works
 
-from decode_rope import dispatch, dispatch_prefill, launch, plan_prefill, reference, rotate, variants
-from decode_rope import rope_append_prefill
-from decode_rope import apply_rope
+from decode_rope import apply_rope, reference, rope_append_prefill
+from decode_rope.api.functions import PREFILL_CALLS
+from decode_rope.launch import book, compiled, plan
+from decode_rope.launch.rope import BOOK
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="launches do not go to the driver")
 
 
-def works(case: Case, start: Case, times: int = 3) -> None:
-    """Every one of some calls, the first, the second and the packed ones, leaves what the reference leaves."""
-    want = run_reference(start.clone())
-    for _ in range(times):
-        reset(case, start)
-        assert rope_append_prefill(**case.arguments()) is case.returned
-        assert_same_storages(case, want)
+def works_from(start: Case, times: int = 3) -> None:
+    case = start.clone()
+    works(prefill_of(case), case, start, times)
 
 
 @pytest.mark.parametrize("seed", range(5000, 5040))
 def test_repeated_prefills_of_random_calls(seed, fake_driver):
     start = build(random_spec(seed, CPU_SIZES), "cpu")
-    works(start.clone(), start)
+    works_from(start)
     assert len(fake_driver.launches) == (3 if len(start.spec.positions) else 0)
 
 
@@ -38,7 +35,7 @@ def test_repeated_prefills_of_random_calls(seed, fake_driver):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_ragged_batches(dtype, cu_seqlens, fake_driver):
     start = ragged("cpu", RAGGED.but(q_out=True, k_out="k"), cu_seqlens, dtype)
-    works(start.clone(), start)
+    works_from(start)
 
 
 @pytest.mark.parametrize(
@@ -61,20 +58,20 @@ def test_ragged_batches(dtype, cu_seqlens, fake_driver):
 )
 def test_rows_in_one_piece_where_that_is_faster(changes, whole, fake_driver):
     start = build(Spec(POSITIONS, slots=SLOTS).but(**changes), "cpu")
-    works(start.clone(), start, times=1)
-    assert [v.static.WHOLE for v in compiled._COMPILED.values()][-1] == whole
+    works_from(start, times=1)
+    assert [kernel.facts["WHOLE"] for kernel in compiled._COMPILED.values()][-1] == whole
 
 
 def test_rows_of_sequences_are_taken_in_pieces(fake_driver):
     start = ragged("cpu")
-    works(start.clone(), start, times=1)
-    assert not any(v.static.WHOLE for v in compiled._COMPILED.values())
+    works_from(start, times=1)
+    assert not any(kernel.facts["WHOLE"] for kernel in compiled._COMPILED.values())
 
 
 @pytest.mark.parametrize("changes", STILL, ids=str)
 def test_rotation_of_nothing(changes, fake_driver):
     start = build(Spec(POSITIONS, slots=SLOTS, rotary_dim=0).but(**changes), "cpu")
-    works(start.clone(), start)
+    works_from(start)
 
 
 def test_several_axes_of_any_stride(fake_driver):
@@ -97,7 +94,7 @@ def test_F3_memory_of_any_alignment_in_any_order(fake_driver):
     for spec in (RAGGED, RAGGED.but(head_dim=24, v_head_dim=20), RAGGED.but(q_out=True, k_out="own"), RAGGED.but(rotary_dim=6)):
         cases = [ragged("cpu", spec.but(**change)) for change in changes]
         for start in (*cases, *cases[::-1]):
-            check(start)
+            check(start, rope_append_prefill)
 
 
 @pytest.mark.parametrize("one", ["q", "k", "v", "k_cache", "v_cache", "q_out", "k_out", "cos_sin_cache"])
@@ -106,7 +103,7 @@ def test_F3_one_unaligned_tensor_among_aligned_ones(one, fake_driver):
     aligned, shifted = ragged("cpu", spec), ragged("cpu", spec.but(shift=1, table_shift=1))
     mixed = with_one_of(aligned, shifted, one)
     for start in (aligned, mixed, aligned, mixed):
-        check(start)
+        check(start, rope_append_prefill)
 
 
 @pytest.mark.parametrize("changes", [dict(), dict(q_out=True, k_out="own"), dict(activations="packed", k_out="k")], ids=str)
@@ -114,16 +111,16 @@ def test_every_tensor_may_move_alone(changes, fake_driver):
     """A launch packed for some memory is not taken for memory that differs in one tensor."""
     start = ragged("cpu", RAGGED.but(**changes))
     case = start.clone()
-    works(case, start)
+    works(prefill_of(case), case, start)
     for storage in start.storages:
         moved = case.clone()
         moved.storages |= {other: memory for other, memory in case.storages.items() if other != storage}
-        works(moved, start)
-        works(case, start, times=1)
+        works(prefill_of(moved), moved, start)
+        works(prefill_of(case), case, start, times=1)
     moved = case.clone()
     moved.storages = case.storages
     moved.options["cu_seqlens_q"] = torch.tensor([0, 1, 4, 18, 18], dtype=torch.int32)
-    works(moved, ragged("cpu", RAGGED.but(**changes), [0, 1, 4, 18, 18]))
+    works(prefill_of(moved), moved, ragged("cpu", RAGGED.but(**changes), [0, 1, 4, 18, 18]))
 
 
 INTERLEAVED = {
@@ -137,7 +134,7 @@ def test_memory_that_interleaves_well_says_nothing_of_other_memory(changes, one,
     """The same views, then one of them moved by less than a head."""
     start = ragged("cpu", RAGGED.but(**changes))
     case = start.clone()
-    works(case, start)
+    works(prefill_of(case), case, start)
     moved = case.clone()
     view = moved.views[one]
     moved.views[one] = view._replace(offset=view.offset - elements)
@@ -146,15 +143,15 @@ def test_memory_that_interleaves_well_says_nothing_of_other_memory(changes, one,
         with pytest.raises(ValueError, match=message):
             rope_append_prefill(**moved.arguments())
         assert_same_storages(moved, before)
-    works(case, start, times=1)
+    works(prefill_of(case), case, start, times=1)
 
 
 def test_a_packed_prefill_is_found_again(fake_driver, monkeypatch):
     start = ragged("cpu")
     case = start.clone()
-    works(case, start, times=1)
-    monkeypatch.setattr(plan_prefill.PrefillPlan, "look_closer", None)  # what a launch that is not found would go through
-    works(case, start)
+    works(prefill_of(case), case, start, times=1)
+    monkeypatch.setattr(plan.Plan, "_launch", None)  # what a launch that is not found would go through
+    works(prefill_of(case), case, start)
 
 
 def test_a_packed_rotation_is_found_again(fake_driver, monkeypatch):
@@ -162,7 +159,7 @@ def test_a_packed_rotation_is_found_again(fake_driver, monkeypatch):
     out = torch.empty_like(x)
     want = reference.apply_rope(x, table, positions)
     apply_rope(x, table, positions, out=out)
-    monkeypatch.setattr(rotate.PlainPlan, "_launch", None)  # what a launch that is not found would go through
+    monkeypatch.setattr(plan.Plan, "_launch", None)  # what a launch that is not found would go through
     out.fill_(7)
     assert torch.equal(apply_rope(x, table, positions, out=out), want) and len(fake_driver.launches) == 2
 
@@ -183,7 +180,7 @@ def test_F5_a_launch_goes_to_the_stream_that_is_current(fake_driver):
     case = start.clone()
     x, table = torch.randn(2, 3, 64), torch.randn(8, 64)
     for fake_driver.stream in (7, 7, 9, 7, 9, 0, 0):
-        works(case, start, times=1)
+        works(prefill_of(case), case, start, times=1)
         apply_rope(x, table)
     assert [stream or 0 for stream, _ in fake_driver.launches] == [s for s in (7, 7, 9, 7, 9, 0, 0) for _ in range(2)]
 
@@ -194,7 +191,7 @@ def test_F4_a_launch_makes_the_device_of_its_tensors_current(fake_driver):
     x, table = torch.randn(2, 3, 64), torch.randn(8, 64)
     for fake_driver.device in (None, 1, 1, None, 1):
         current = fake_driver.device
-        works(case, start, times=1)
+        works(prefill_of(case), case, start, times=1)
         apply_rope(x, table)
         assert fake_driver.device == current
     assert {device for _, device in fake_driver.launches} == {None} and len(fake_driver.launches) == 10
@@ -203,9 +200,9 @@ def test_F4_a_launch_makes_the_device_of_its_tensors_current(fake_driver):
 def test_a_profiler_s_launch_hook_sees_every_launch(fake_driver, monkeypatch):
     start = ragged("cpu")
     case = start.clone()
-    works(case, start)
+    works(prefill_of(case), case, start)
     seen = []
-    monkeypatch.setattr(compiled.Compiled, "launch_jit", lambda self, grid, tensors, integers: seen.append(grid))
+    monkeypatch.setattr(compiled.Compiled, "launch_jit", lambda self, grid, values: seen.append(grid))
     hook = triton.knobs.runtime.launch_enter_hook
     hook.add(print)
     try:
@@ -214,39 +211,37 @@ def test_a_profiler_s_launch_hook_sees_every_launch(fake_driver, monkeypatch):
     finally:
         hook.remove(print)
     assert len(seen) == 2 and len(fake_driver.launches) == 3
-    works(case, start)
+    works(prefill_of(case), case, start)
 
 
 def test_full_books_are_begun_anew(fake_driver, monkeypatch):
-    monkeypatch.setattr(launch, "_MAX_KNOWN", 2)
-    monkeypatch.setattr(dispatch, "_MAX_PLANS", 2)
+    monkeypatch.setattr(plan, "_MAX_KEPT", 2)
+    monkeypatch.setattr(book, "_MAX_PLANS", 2)
     cases = [ragged("cpu", RAGGED.but(seed=seed, num_pages=7 + seed % 4)) for seed in range(8)]
     table = torch.randn(8, 64)
     for _ in range(2):
         for start in cases:
-            works(start.clone(), start, times=2)
+            works_from(start, times=2)
         for tokens in range(1, 6):
             x = torch.randn(tokens, 3, 64)
             assert torch.equal(apply_rope(x, table), reference.apply_rope(x, table))
-    plans = dispatch_prefill._PLANS._plans.values()
-    assert len(plans) <= 2 and all(len(p._ready) <= 2 and len(p._known) <= 2 for p in plans)
-    plans = rotate._PLANS._plans.values()
-    assert len(plans) <= 2 and all(len(p._ready) <= 2 for p in plans)
+    for plans in (PREFILL_CALLS._plans.values(), BOOK._plans.values()):
+        assert len(plans) <= 2 and all(len(found._kept) <= 2 and len(found._known) <= 2 for found in plans)
 
 
 def test_flags_of_one_call_say_nothing_about_the_next(fake_driver):
     """The same tensors, another pairing, another layout or another way through the block table."""
     start = build(Spec([1, 3, -1, 6], [[1, 2], [3, 4], [5, 6], [0, 7]], heads=(4, 4), head_dim=8), "cpu")
     for one in with_other_flags(start):
-        check(one)
-        check(one)
+        check(one, rope_append_prefill)
+        check(one, rope_append_prefill)
 
 
 def test_the_rows_of_the_table_are_those_of_this_call(fake_driver):
     start = ragged("cpu", RAGGED.but(block_table=BLOCK_TABLE[::-1]))
-    works(start.clone(), start)
+    works_from(start)
     again = ragged("cpu")
-    works(again.clone(), again)
+    works_from(again)
 
 
 SHAPES = {"[T, H, D]": (6, 3, 64), "[B, S, H, D]": (2, 6, 3, 64), "[B, H, S, D]": (2, 3, 6, 64)}

@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 from cases import Case, Spec, bits, build, call_arguments, check, prepare, prepared, run_reference
 from lanes import ON_GPU
+from processes import digest, in_a_new_process
 from random_cases import GPU_SIZES, random_spec
-from test_launch import digest, in_a_new_process
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import decode_rope
-from decode_rope import variants
+from decode_rope.launch import compiled
 from decode_rope.launch.decode import decode_geometry
 
 CAPABLE = ON_GPU and not torch.version.hip and torch.cuda.get_device_capability() >= (9, 0)
@@ -84,7 +84,7 @@ def chain(device, launch, nanoseconds: int):
 
 
 CHOSEN = decode_geometry(len(SPEC.positions), *SPEC.heads, SPEC.head_dim)
-WAYS = {
+CHOICES = {
     "default": {},
     "metadata ready": {"metadata_ready": True},
     **{f"pdl of {n}": {"geometry": CHOSEN._replace(pdl=n)} for n in (1, 2, 3)},
@@ -92,7 +92,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)
 def test_F7_ten_thousand_steps_behind_a_kernel_that_writes_late(options, device):
     """Each step reads q, k and v that the kernels just before it write after letting it start; a kernel just after it reads q."""
     replay_and_check(*chain(device, decode(device, **options), 2000), 10_000)
@@ -171,9 +171,9 @@ def test_pdl_is_on_where_it_is_asked_for(function, device):
     for enable_pdl in (True, False):
         function(**build(spec, device).arguments(), enable_pdl=enable_pdl)
     new = set(compiled._COMPILED.values()) - before
-    assert sorted(v.static.PDL for v in new) == [False, True]
-    assert all(v.options.get("launch_pdl", False) == v.static.PDL for v in new)
-    assert not any(getattr(v.static, "PREFETCH", False) for v in new)
+    assert sorted(kernel.facts["PDL"] for kernel in new) == [0, 1]
+    assert all(kernel.options.get("launch_pdl", False) == bool(kernel.facts["PDL"]) for kernel in new)
+    assert not any(kernel.facts.get("PREFETCH") for kernel in new)
 
 
 def test_the_kill_switch(device):
@@ -181,12 +181,12 @@ def test_the_kill_switch(device):
     code = (
         "import torch, decode_rope\n"
         "from cases import build\n"
-        "from decode_rope import variants\n"
-        "from test_launch import digest\n"
-        "from test_pdl import SPEC\n"
-        "decode_rope.rope_append_decode(**build(SPEC, torch.device('cuda:0')).arguments(), enable_pdl=True)\n"
+        "from decode_rope.launch import compiled\n"
+        "from processes import digest\n"
+        "from ways import TABLE\n"
+        "decode_rope.rope_append_decode(**build(TABLE, torch.device('cuda:0')).arguments(), enable_pdl=True)\n"
         "print(digest(range(10)))\n"
-        "assert compiled.num_compiled() and not any(v.static.PDL for v in compiled._COMPILED.values())"
+        "assert compiled.num_compiled() and not any(kernel.facts['PDL'] for kernel in compiled._COMPILED.values())"
     )
     assert in_a_new_process(code, DECODE_ROPE_PDL="0") == digest(range(10))
-    assert any(v.static.PDL for v in compiled._COMPILED.values())
+    assert any(kernel.facts["PDL"] for kernel in compiled._COMPILED.values())

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, Spec, assert_same_storages, build, call_arguments, prepare, run_reference
+from cases import Case, Spec, assert_same_storages, build, call_arguments, prepare, run_reference, without_known
 from lanes import INTERPRETED
 from fake_driver import FakeDriver
 from guarded_memory import signal_of
 from random_cases import CPU_SIZES, GPU_SIZES, random_spec
 
 import decode_rope
-from decode_rope import api, dispatch, faults, launch, variants
+from decode_rope.api import functions
+from decode_rope.append import faults
+from decode_rope.launch import book, compiled, plan
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter knows one launch at a time")
 THREADS = 8
@@ -77,11 +79,6 @@ def repeat(call: Callable, case: Case, start: Case, times: int) -> None:
             assert_same_storages(case, want)
 
 
-def without_built_in(op: decode_rope.DecodeRope) -> Callable:
-    known = ("tokens_per_request", "is_neox", "kv_layout", "cos_sin_cache")
-    return lambda **arguments: op(**{name: x for name, x in arguments.items() if name not in known})
-
-
 def all_at_once(starts: list[Case], call: Callable, times: int) -> None:
     cases = [start.clone() for start in starts]
     together(*[lambda c=c, s=s: repeat(call, c, s, times) for c, s in zip(cases, starts, strict=True)])
@@ -104,7 +101,7 @@ def test_one_op_many_threads(device):
     for start in starts[1:]:
         start["cos_sin_cache"].copy_(starts[0]["cos_sin_cache"])
     op = prepare(starts[0])
-    all_at_once(starts, without_built_in(op), times=20)
+    all_at_once(starts, without_known(op), times=20)
     launches = [op.bind(**call_arguments(start)) for start in starts]
     wanted = [run_reference(start.clone()) for start in starts]
     together(*launches)
@@ -132,11 +129,11 @@ class TestDirectLaunches:
         starts = [build(SPEC.but(seed=i), "cpu") for i in range(THREADS)]
         for start in starts[1:]:
             start["cos_sin_cache"].copy_(starts[0]["cos_sin_cache"])
-        all_at_once(starts, without_built_in(prepare(starts[0])), times=30)
+        all_at_once(starts, without_known(prepare(starts[0])), times=30)
 
     def test_books_that_are_always_full(self, monkeypatch):
-        monkeypatch.setattr(launch, "_MAX_KNOWN", 1)
-        monkeypatch.setattr(dispatch, "_MAX_PLANS", 1)
+        monkeypatch.setattr(plan, "_MAX_KEPT", 1)
+        monkeypatch.setattr(book, "_MAX_PLANS", 1)
         starts = [build(SPEC.but(seed=i, shift=i % 2, num_pages=7 + i % 3), "cpu") for i in range(THREADS)]
         all_at_once(starts, decode_rope.rope_append_decode, times=30)
 
@@ -144,16 +141,16 @@ class TestDirectLaunches:
         """The other one would be unloaded with the plan that holds it, and a captured graph may hold the function."""
         load, meeting = fake.load, threading.Barrier(2, timeout=5)
 
-        def load_together(variant, dtypes):
+        def load_together(kernel, dtypes):
             with contextlib.suppress(threading.BrokenBarrierError):  # where loading is one at a time: just as good
                 meeting.wait()
-            load(variant, dtypes)
+            load(kernel, dtypes)
 
         monkeypatch.setattr(compiled.Compiled, "_load", load_together)
         starts = [build(SPEC.but(num_pages=7 + i), "cpu") for i in range(2)]
         all_at_once(starts, decode_rope.rope_append_decode, times=1)
-        plans = api._PLANS._plans.values()
-        assert len(plans) == 2 and len({id(p.variant) for p in plans}) == 1
+        plans = functions.DECODE_CALLS._plans.values()
+        assert len(plans) == 2 and len({id(found.compiled) for found in plans}) == 1
 
 
 def test_two_first_calls_get_one_fault_record(monkeypatch):
