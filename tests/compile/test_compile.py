@@ -1,36 +1,31 @@
 """torch.compile and torch.export: no break in the graph, no copy of a cache in the code, the bits of eager calls."""
 
 import ast
-import os
 import re
-import shutil
 from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 from cases import bits
+from compilers import inductor, spy_on
 
 import decode_rope
-from decode_rope import dispatch, faults, operators, ops
+from decode_rope.append import faults
+from decode_rope.compile import append, operators
 from decode_rope.launch.decode import Geometry
 
-inductor = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None, reason="Inductor needs a C++ compiler: install g++ or set CXX"
-)
 DTYPE = torch.bfloat16
 PAGES, PAGE, HQ, HKV, D, HIDDEN = 8, 4, 4, 2, 16, 64
 
 
 @pytest.fixture(autouse=True)
-def fresh_compilers():
-    """No graph of another test, nor of another day, is taken for this one's."""
+def no_cached_code():
+    """No graph of another day is taken for this one's."""
     import torch._inductor.config
 
-    torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         yield
-    torch._dynamo.reset()
 
 
 def rotated(x: torch.Tensor, weight: torch.Tensor, k_cache, v_cache, table, positions, **options) -> torch.Tensor:
@@ -101,7 +96,7 @@ def cache_uses(code: str) -> tuple[int, list[str]]:
     caches = set()
     for line in calls:
         call = ast.parse(line).body[0].value
-        names = next(names for operator, names in ops._OPERATORS.values() if str(operator) in ast.unparse(call.func))
+        names = next(names for operator, names in append.OPERATORS.values() if str(operator) in ast.unparse(call.func))
         for cache in ("k_cache", "v_cache"):
             caches |= names_in(call.args[names.index(cache)]) - {"reinterpret_tensor"}
     bookkeeping = ("assert_size_stride", "del ", "return ")
@@ -117,13 +112,7 @@ def names_in(expression: ast.expr) -> set[str]:
 def handed(monkeypatch) -> list[tuple[int, int]]:
     """Where the caches lie that operators are given, call by call."""
     places = []
-    run = ops._run
-
-    def spy(*arguments):
-        places.append((arguments[3].data_ptr(), arguments[4].data_ptr()))
-        run(*arguments)
-
-    monkeypatch.setattr(ops, "_run", spy)
+    spy_on(monkeypatch, "rope_append_decode", lambda call: places.append((call.k_cache.data_ptr(), call.v_cache.data_ptr())))
     return places
 
 
@@ -282,8 +271,8 @@ def test_the_facts_of_a_decode_rope_reach_its_operator(device):
     tiles = Geometry(1, 2, 1, 2, 4, pdl=False)
     facts = dict(metadata_ready=True, geometry=tiles, enable_pdl=False, is_neox=True)
     (graph,) = graphs_of(Layer(step, prepared=decode_rope_of(step, **facts)), step)
-    (node,) = [n for n in graph.graph.nodes if n.target in [operator for operator, _ in ops._OPERATORS.values()]]
-    arguments = dict(zip(ops._OPERATORS[True, False][1], node.args, strict=True))
+    (node,) = [n for n in graph.graph.nodes if n.target in [operator for operator, _ in append.OPERATORS.values()]]
+    arguments = dict(zip(append.OPERATORS["rope_append_decode", (True, False)][1], node.args, strict=True))
     want = dict(metadata_ready=True, geometry=list(tiles), enable_pdl=False, is_neox=False, kv_layout="NHD", tokens_per_request=1)
     assert {name: arguments[name] for name in want} == want  # the table's own pairing holds
 
@@ -461,10 +450,9 @@ def test_cuda_graphs_of_the_compiler(mode, prepared, held, device, monkeypatch):
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(faults, "_BUFFERS", {})  # as in a process whose first call is the compiled one
-    monkeypatch.setattr(ops, "_PLANS", dispatch.decode_plans())
+    append._RUNNERS["rope_append_decode"].book.clear()
     calls = []
-    run = ops._run
-    monkeypatch.setattr(ops, "_run", lambda *arguments: calls.append(run(*arguments)))
+    spy_on(monkeypatch, "rope_append_decode", calls.append)
     counters.clear()
     with mode():
         step = Step.of(device)

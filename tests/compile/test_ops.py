@@ -2,20 +2,22 @@
 
 import gc
 import re
-from collections.abc import Callable
+from weakref import WeakSet
 
 import pytest
 import torch
-from cases import Case, Spec, assert_same_storages, build, call_arguments, check, prepare
+from bad import GOOD, ONLY_Q
+from cases import assert_same_storages, build, call_arguments, check, prepare
+from compilers import Recorder, operator_call, recorded
 from lanes import ON_GPU
 from random_cases import CPU_SIZES, GPU_SIZES, random_spec
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import decode_rope
-from decode_rope import faults, operators, ops
+from decode_rope.append import faults
+from decode_rope.compile import append, operators
 
 anywhere = pytest.mark.anywhere
-GOOD = Spec([1, 3, 6], [[1, 2], [3, 4], [5, 6]], heads=(3, 2), head_dim=16, v_head_dim=8)
+decode = operator_call("rope_append_decode")
 CALLS = {
     "in place": GOOD,
     "slots, HND": GOOD.but(block_table=None, slots=[3, 5, -1], cache="HND", is_neox=False),
@@ -25,72 +27,39 @@ CALLS = {
     "q_out": GOOD.but(q_out=True),
     "q_out, k_out": GOOD.but(q_out=True, k_out="own", tokens_per_request=2),
     "q_out, k in place": GOOD.but(q_out=True, k_out="k"),
-    "q only": GOOD.but(block_table=None, heads=(3, 0)),
-    "q only, q_out": GOOD.but(block_table=None, heads=(3, 0), q_out=True),
+    "q only": ONLY_Q,
+    "q only, q_out": ONLY_Q.but(q_out=True),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    """No graph of another test is taken for this one's."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def operator_call(**arguments) -> torch.Tensor:
-    """What a compiled graph does, without a compiler."""
-    absent = dict.fromkeys(("block_table", "slot_mapping", "cache_positions", "q_out", "k_out", "enable_pdl"))
-    return ops.rope_append_decode(**(absent | arguments))
-
-
-class Recorder(TorchDispatchMode):
-    """Keeps the calls of this package's operators instead of running them."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace != "decode_rope":
-            return func(*args, **(kwargs or {}))
-        self.calls.append((func, args))
-
-
-def recorded(function: Callable, case: Case) -> list[tuple]:
-    with Recorder() as recorder:
-        function(**case.arguments())
-    return recorder.calls
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(name, device):
     """PyTorch's own checks: what a schema does not say is written is not; compilers see what runs; dynamic shapes."""
     case = build(CALLS[name], device)
-    ((operator, arguments),) = recorded(operator_call, case)
+    ((operator, arguments),) = recorded(decode, **case.arguments())
     outcome = torch.library.opcheck(operator, arguments)
     assert set(outcome) == {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
     assert set(outcome.values()) == {"SUCCESS"}
 
 
 def test_every_operator_is_checked():
-    used = {recorded(operator_call, build(spec, "cpu"))[0][0] for spec in CALLS.values()}
-    assert used == {operator for operator, _ in ops._OPERATORS.values()}
+    used = {recorded(decode, **build(spec, "cpu").arguments())[0][0] for spec in CALLS.values()}
+    assert used == {operator for (function, _), (operator, _) in append.OPERATORS.items() if function == "rope_append_decode"}
     assert all(re.fullmatch(r"decode_rope::rope_append_decode_v\d+\w*", operator.name()) for operator in used)
 
 
 def test_q_itself_as_q_out_is_in_place():
     case = build(GOOD, "cpu")
-    ((operator, _),) = recorded(lambda **arguments: operator_call(**arguments, q_out=case["q"]), case)
-    assert operator is ops._OPERATORS[True, False][0]
+    ((operator, _),) = recorded(decode, **case.arguments(), q_out=case["q"])
+    assert operator is append.OPERATORS["rope_append_decode", (True, False)][0]
 
 
 @anywhere
 @pytest.mark.parametrize("seed", range(2000, 2150 if ON_GPU else 2020))
 def test_operators_leave_the_bits_of_the_reference(seed, device):
     case = build(random_spec(seed, GPU_SIZES if ON_GPU else CPU_SIZES), device)
-    check(case, operator_call)
-    check(case, operator_call)
+    check(case, decode)
+    check(case, decode)
 
 
 @anywhere
@@ -98,7 +67,7 @@ def test_calls_that_differ_in_flags_alone(device):
     """Tensors of the same shapes and strides, one after the other."""
     square = GOOD.but(page_size=2, v_head_dim=16)  # as many tokens a page as heads
     for changes in ({}, dict(is_neox=False), dict(cache="HND"), dict(tokens_per_request=2), dict(cache="HND", is_neox=False)):
-        check(build(square.but(**changes), device), operator_call)
+        check(build(square.but(**changes), device), decode)
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -136,13 +105,17 @@ def test_random_calls_under_dynamo_and_aot_autograd(seed, device):
 def test_traces_are_forgotten_with_their_graphs():
     """PyTorch keeps the last one, and all those whose inputs are views: hence plain tensors here."""
     whole = {name: x.clone() for name, x in build(GOOD, "cpu").arguments().items() if isinstance(x, torch.Tensor)}
-    before = len(operators._WRITTEN)
-    for _ in range(3):
+    of_other_tests = WeakSet(operators._WRITTEN)
+
+    def own() -> int:
+        return sum(trace not in of_other_tests for trace in operators._WRITTEN)
+
+    for calls in (1, 2, 2, 2):
         torch.compile(decode_rope.rope_append_decode, fullgraph=True, backend="aot_eager")(**whole)
-        assert len(operators._WRITTEN) > before
+        assert own() == calls  # this one, and the last one
         torch._dynamo.reset()
         gc.collect()
-    assert len(operators._WRITTEN) <= before + 1
+        assert own() == 1
 
 
 BAD = {

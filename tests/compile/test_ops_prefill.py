@@ -4,14 +4,13 @@ import re
 
 import pytest
 import torch
-from cases import Case, Spec, assert_same_storages, build, moved, no_faults, run
-from test_compile import inductor
-from test_ops import Recorder, fresh_dynamo  # noqa: F401
+from cases import Case, Spec, assert_same_storages, build, check, moved
+from compilers import inductor, operator_call, recorded, spy_on
 
 import decode_rope
-from decode_rope import dispatch_prefill, ops_prefill, reference
-from decode_rope.geometry_prefill import PrefillGeometry, Tiles
+from decode_rope import reference
 
+prefill = operator_call("rope_append_prefill")
 # Sequences that begin at 0 and 5, a row of padding and one past the table.
 GOOD = Spec([*range(4), *range(5, 8), -1, 64], [[5, 2], [0, 6], [1, 3]], heads=(3, 2), head_dim=16, v_head_dim=8)
 CU_SEQLENS = {"cu_seqlens_q": torch.tensor([0, 4, 8, 9], dtype=torch.int32)}
@@ -26,33 +25,13 @@ CALLS = {
     "q_out": RAGGED.but(q_out=True),
     "q_out, k in place": RAGGED.but(q_out=True, k_out="k"),
     "no rotation": RAGGED.but(rotary_dim=0),
-    "tiles": RAGGED.but(options=CU_SEQLENS | {"geometry": PrefillGeometry(Tiles(2, 2, 1), Tiles(4, 1, 1), 2)}),
 }
-
-
-def check(case: Case, function) -> None:
-    want, faults = case.clone(), no_faults(case.device)
-    options = {name: value for name, value in want.arguments().items() if name != "geometry"}
-    reference.rope_append_prefill(**options, faults=faults)
-    got = run(case.clone(), function)
-    assert_same_storages(got, want)
-    assert got.faults == faults.tolist()
-
-
-def operator_call(**arguments) -> torch.Tensor:
-    """What a compiled graph does, without a compiler."""
-    order = [{"cos_sin": "cos_sin_cache"}.get(name, name) for name in ops_prefill._ORDER]
-    usual = dict.fromkeys(order) | dict(tokens_per_request=1, is_neox=True, kv_layout="NHD")
-    ops_prefill.append(*[(usual | arguments)[name] for name in order])
-    return arguments["q"] if arguments.get("q_out") is None else arguments["q_out"]
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(name, device):
     case = to(build(CALLS[name], device), device)
-    with Recorder() as recorder:
-        operator_call(**case.arguments())
-    ((operator, arguments),) = recorder.calls
+    ((operator, arguments),) = recorded(prefill, **case.arguments())
     assert re.fullmatch(r"decode_rope::rope_append_prefill_v\d+\w*", operator.name())
     outcome = torch.library.opcheck(operator, arguments)
     assert len(outcome) == 4 and set(outcome.values()) == {"SUCCESS"}
@@ -67,17 +46,8 @@ def to(case: Case, device) -> Case:
 @pytest.mark.parametrize("name", CALLS)
 def test_operators_and_whole_graphs_leave_the_bytes_of_the_reference(name, device):
     case = to(build(CALLS[name], device), device)
-    check(case, operator_call)
+    check(case, prefill)
     check(case, torch.compile(decode_rope.rope_append_prefill, fullgraph=True, backend="aot_eager"))
-
-
-def test_a_geometry_reaches_the_call(monkeypatch):
-    case, seen = build(CALLS["tiles"], "cpu"), []
-    monkeypatch.setattr(dispatch_prefill, "append", lambda *values: seen.append(values[-1]))
-    operator_call(**case.arguments())
-    assert seen == [case.options["geometry"]]
-    with pytest.raises(TypeError, match=r"^geometry: expected a decode_rope\.geometry_prefill\.PrefillGeometry, got tuple"):
-        operator_call(**case.arguments() | {"geometry": (1, 2, 3)})
 
 
 @pytest.mark.anywhere
@@ -112,11 +82,7 @@ def test_no_copy_of_a_cache_and_one_graph_for_all_lengths(device, monkeypatch):
     """K and V are slices of one cache made in the graph; the operator gets their own memory."""
     table = decode_rope.RopeTable.build(16, 64, device=device)
     kv = torch.zeros(2, 8, 4, 2, 16, device=device)
-    places, eager = [], dispatch_prefill.append
-
-    def spy(*values):
-        places.append((values[3].data_ptr(), values[4].data_ptr()))
-        eager(*values)
+    places = []
 
     def layer(x, kv, positions, slots):
         q, k, v = (x * 2).view(-1, 7, 16).split([3, 2, 2], dim=1)
@@ -132,7 +98,7 @@ def test_no_copy_of_a_cache_and_one_graph_for_all_lengths(device, monkeypatch):
                 torch._dynamo.mark_dynamic(per_token, 0)
             expected = layer(x, want, positions, slots)
             with monkeypatch.context() as patch:
-                patch.setattr(dispatch_prefill, "append", spy)
+                spy_on(patch, "rope_append_prefill", lambda call: places.append((call.k_cache.data_ptr(), call.v_cache.data_ptr())))
                 got = compiled(x, kv, positions, slots)
             assert torch.equal(got, expected) and torch.equal(kv, want)
     finally:

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from test_compile import inductor
-from test_ops import Recorder, fresh_dynamo  # noqa: F401
+from compilers import inductor, recorded
 
 import decode_rope
 from decode_rope import apply_rope, get_op, reference
+from decode_rope.append import faults
 from decode_rope.append.faults import fault_buffer
+from decode_rope.compile import rope as operators
 
 LAYOUTS = ("NHD", "HND")
 
@@ -24,21 +25,13 @@ def compiled(backend="aot_eager"):
     return torch.compile(apply_rope, fullgraph=True, backend=backend)
 
 
-def calls(function, *args, **options) -> list[tuple]:
-    with Recorder() as recorder:
-        function(*args, **options)
-    return recorder.calls
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", ["new", "in place", "out"])
 def test_opcheck(way, layout, device):
-    from decode_rope import ops_rope
-
     x, table, positions = made(layout, device)
     out = {"new": None, "in place": x, "out": torch.empty_like(x)}[way]
-    ((operator, arguments),) = calls(ops_rope.rotate, x, out, table, positions, True, None, False, layout)
-    assert operator.name() == "decode_rope::apply_rope_v1" + {"new": "", "in place": "_in_place", "out": "_out"}[way]
+    ((operator, arguments),) = recorded(operators.rotate, x, out, table, positions, True, None, False, layout)
+    assert operator.name() == "decode_rope::apply_rope_v2" + {"new": "", "in place": "_in_place", "out": "_out"}[way]
     if way == "new":
         arguments = (arguments[0].clone().requires_grad_(), *arguments[1:])
     outcome = torch.library.opcheck(operator, arguments)
@@ -79,10 +72,8 @@ def test_gradients_through_a_graph(layout, transposed, device):
 
 def test_gradcheck_of_the_operator():
     x, table, positions = made("NHD", "cpu", torch.float64)
-    from decode_rope import ops_rope
-
     def call(x):
-        return ops_rope.rotate(x, None, table, positions, True, None, False, "NHD")
+        return operators.rotate(x, None, table, positions, True, None, False, "NHD")
 
     leaf = x.requires_grad_()
     assert torch.autograd.gradcheck(call, leaf) and torch.autograd.gradgradcheck(call, leaf)
@@ -116,8 +107,6 @@ def test_faults_of_a_graph_are_counted_once(device):
 
 
 def test_the_fault_record_is_made_while_tracing(device, monkeypatch):
-    from decode_rope import faults
-
     monkeypatch.setattr(faults, "_BUFFERS", {})
     x, table, _ = made("NHD", device)
     torch.compile(apply_rope, fullgraph=True, backend=lambda graph, _: lambda *arguments: (x,))(x, table)
