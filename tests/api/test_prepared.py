@@ -5,25 +5,24 @@ import gc
 import inspect
 import re
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
-from cases import Case, Spec, assert_same_storages, bits, build, call_arguments, check, prepare, prepared, run, run_reference
+from bad import GOOD, ONLY_Q, Bad, give
+from cases import Spec, assert_same_storages, bits, build, call_arguments, check, prepare, prepared, run, run_reference, without_known
 from lanes import ON_GPU
 from random_cases import CPU_SIZES, GPU_SIZES, random_spec
 
 import decode_rope
-from decode_rope import geometry, variants
+from decode_rope.launch import compiled
+from decode_rope.launch import decode as geometry
 from decode_rope.launch.decode import Geometry
 
 anywhere = pytest.mark.anywhere
 kernel = pytest.mark.kernel
 SIZES = GPU_SIZES if ON_GPU else CPU_SIZES
-GOOD = Spec([1, 3, 6], [[1, 2], [3, 4], [5, 6]], heads=(3, 2), head_dim=16, v_head_dim=8)
 SLOTS = GOOD.but(block_table=None, slots=[3, 5, 7], index_dtype=torch.int64)
 OUTPUTS = GOOD.but(q_out=True, k_out="own", cache_positions=[1, 3, 6])
-ONLY_Q = GOOD.but(block_table=None, heads=(3, 0))
 
 
 @anywhere
@@ -31,12 +30,7 @@ ONLY_Q = GOOD.but(block_table=None, heads=(3, 0))
 def test_calls_and_bound_launches_of_random_cases(seed, device):
     case = build(random_spec(seed, SIZES), device)
     check(case, prepared(case))
-    check(case, lambda **arguments: bind(case, arguments)())
-
-
-def bind(case: Case, arguments: dict):
-    known = ("tokens_per_request", "is_neox", "kv_layout", "cos_sin_cache")
-    return prepare(case).bind(**{name: x for name, x in arguments.items() if name not in known})
+    check(case, lambda **arguments: without_known(prepare(case).bind)(**arguments)())
 
 
 @anywhere
@@ -94,7 +88,7 @@ def test_after_warmup_nothing_is_compiled(spec, device, on_gpu):
     heads = (3, spec.heads[1] // 2)
     start = build(spec.but(is_neox=False, heads=heads, head_dim=24, rotary_dim=spec.rotated and 24), device)
     op = prepare(start).warmup(most)
-    compiled = compiled.num_compiled()
+    loaded = compiled.num_compiled()
     for num_tokens in (*range(1, 100, 7), *range(100, most, 211)) if on_gpu else (1, 2, 9):
         for shift, activations in ((0, "separate"), (1, "separate"), (0, "padded")):
             case = build(resized(start.spec, num_tokens).but(shift=shift, activations=activations), device)
@@ -102,7 +96,7 @@ def test_after_warmup_nothing_is_compiled(spec, device, on_gpu):
             op.cos_sin = case["cos_sin_cache"] if case.spec.rotated else None
             op(**call_arguments(case))
             assert_same_storages(case, expected)
-    assert compiled.num_compiled() == compiled
+    assert compiled.num_compiled() == loaded
 
 
 def resized(spec: Spec, num_tokens: int) -> Spec:
@@ -129,24 +123,13 @@ def test_the_number_of_kernels_does_not_grow_with_batches_or_strides(device, on_
     assert compiled.num_compiled() - before <= 2 * len(tiles)
 
 
-class Bad(NamedTuple):
-    error: type[Exception]
-    words: str
-    change: Callable[[Case], dict]
-    spec: Spec = GOOD
-
-
-def give(**arguments):
-    return lambda _: arguments
-
-
 BUILD = {
     "addressing": Bad(ValueError, 'addressing: expected "block_table" or "slot_mapping", got', give(addressing="pages")),
-    "q heads": Bad(ValueError, "num_q_heads: expected at least 1, got 0", give(num_q_heads=0)),
-    "kv heads": Bad(ValueError, "num_kv_heads: expected at least 0, got -1", give(num_kv_heads=-1)),
+    "q heads": Bad(ValueError, "num_q_heads: expected at least 1 and less than 2^63, got 0", give(num_q_heads=0)),
+    "kv heads": Bad(ValueError, "num_kv_heads: expected at least 0 and less than 2^63, got -1", give(num_kv_heads=-1)),
     "half a head": Bad(TypeError, "num_kv_heads: expected an int, got float", give(num_kv_heads=1.5)),
-    "head_dim": Bad(ValueError, "head_dim: expected at least 1, got -4", give(head_dim=-4)),
-    "v_head_dim": Bad(ValueError, "v_head_dim: expected at least 1, got 0", give(v_head_dim=0)),
+    "head_dim": Bad(ValueError, "head_dim: expected at least 1 and less than 2^63, got -4", give(head_dim=-4)),
+    "v_head_dim": Bad(ValueError, "v_head_dim: expected at least 1 and less than 2^63, got 0", give(v_head_dim=0)),
     "page_size": Bad(TypeError, "page_size: expected an int, got bool", give(page_size=True)),
     "dtype": Bad(TypeError, "dtype: expected a torch.dtype, got 'bf16'", give(dtype="bf16")),
     "dtype, int8": Bad(TypeError, "q: expected dtype bfloat16, float16 or float32", give(dtype=torch.int8)),
@@ -158,7 +141,7 @@ BUILD = {
     "pdl": Bad(TypeError, "enable_pdl: expected None, True or False", give(enable_pdl="no")),
     "no k_out": Bad(ValueError, "k_out, cache_positions: expected False with num_kv_heads=0", give(num_kv_heads=0, k_out=True)),
     "no place": Bad(ValueError, "k_out, cache_positions: expected False", give(num_kv_heads=0, cache_positions=True)),
-    "geometry": Bad(TypeError, "geometry: expected a decode_rope.geometry.Geometry, got tuple", give(geometry=(1, 2, 1, 2, 4))),
+    "geometry": Bad(TypeError, "geometry: expected a decode_rope.launch.decode.Geometry, got tuple", give(geometry=(1, 2, 1, 2, 4))),
     "three heads": Bad(ValueError, "geometry: expected powers of two", give(geometry=Geometry(1, 3, 1, 4, 4, False))),
     "no tokens": Bad(ValueError, "geometry: expected powers of two", give(geometry=Geometry(0, 2, 1, 4, 4, False))),
     "pdl of 4": Bad(ValueError, "geometry: expected pdl of 0 to 3", give(geometry=Geometry(1, 2, 1, 4, 4, 4))),
@@ -167,7 +150,7 @@ BUILD = {
     "one row": Bad(ValueError, "geometry: expected tiles of at least two rows", give(geometry=Geometry(1, 2, 1, 1, 4, False))),
 }  # fmt: skip
 TABLES = {
-    "list": Bad(TypeError, "cos_sin_cache: expected a torch.Tensor, got list", lambda c: [1]),
+    "list": Bad(TypeError, "cos_sin_cache: expected one tensor, got a list", lambda c: [1]),
     "half": Bad(ValueError, "cos_sin_cache: expected float32", lambda c: c["cos_sin_cache"].half()),
     "elsewhere": Bad(ValueError, "cos_sin_cache: expected device", lambda c: c["cos_sin_cache"].to("meta")),
 }
@@ -275,3 +258,9 @@ def test_the_measured_tiles_are_valid(num_tokens):
             assert tile.programs(num_tokens, q_heads, 0) == rows
             both = -(-num_tokens // tile.tokens_kv) * -(-kv_heads // tile.heads_kv)
             assert tile.programs(num_tokens, q_heads, kv_heads) == rows + 2 * both
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a current CUDA device")
+def test_without_a_gpu_there_is_no_device_to_choose():
+    with pytest.raises(ValueError, match=r'^device: expected "cpu" or a CUDA device'):
+        prepare(build(GOOD, "cpu"), device=None)

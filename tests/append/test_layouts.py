@@ -6,7 +6,8 @@ from cases import ACTIVATIONS, CACHES, Spec, assert_same_storages, bits, build, 
 from lanes import ON_GPU
 
 import decode_rope
-from decode_rope import layout, reference
+from decode_rope import reference
+from decode_rope.append import layout
 
 kernel = pytest.mark.kernel
 # Four tokens at page edges: first and last offset of a page, first and last page.

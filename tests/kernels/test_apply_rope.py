@@ -220,62 +220,10 @@ class TestGradients:
             y.sum().backward()
 
     @pytest.mark.anywhere
-    def test_who_may_need_a_gradient(self, device):
+    def test_without_gradients_anything_may_need_one(self, device):
         x, cos_sin = randn(4, 3, 32, device=device), table(32, device)
-        with pytest.raises(ValueError, match="cos_sin_cache: expected a tensor that needs no gradient"):
-            apply_rope(x, cos_sin.clone().requires_grad_())
-        with pytest.raises(ValueError, match="out: expected a tensor that needs no gradient"):
-            apply_rope(x, cos_sin, out=torch.empty_like(x).requires_grad_())
         with torch.no_grad():
             assert not apply_rope(x.clone().requires_grad_(), cos_sin).requires_grad
-
-
-X = (2, 6, 3, 32)
-ERRORS = [
-    (TypeError, "x: expected a torch.Tensor, got list", dict(x=[1.0])),
-    (TypeError, "x: expected dtype bfloat16, float16 or float32", dict(x=torch.zeros(X, dtype=torch.int32))),
-    (ValueError, "x: expected \\[B, S, H, D\\]", dict(x=torch.zeros(6, 32))),
-    (ValueError, "x: expected \\[B, S, H, D\\]", dict(x=torch.zeros(6, 3, 32), layout="HND")),
-    (ValueError, "x: expected at least one head", dict(x=torch.zeros(2, 6, 0, 32))),
-    (ValueError, "x: expected a contiguous last dimension", dict(x=torch.zeros(2, 6, 3, 64)[..., ::2])),
-    (ValueError, "layout: expected", dict(layout="BSHD")),
-    (TypeError, "is_neox: expected a bool", dict(is_neox=1)),
-    (TypeError, "inverse: expected a bool", dict(inverse=None)),
-    (ValueError, "cos_sin_cache: expected float32", dict(cos_sin_cache=torch.zeros(32, 32, dtype=torch.bfloat16))),
-    (ValueError, "cos_sin_cache: expected an even rotary_dim of at most head_dim 32", dict(cos_sin_cache=torch.zeros(32, 34))),
-    (ValueError, "cos_sin_cache: expected at least 6 rows", dict(cos_sin_cache=torch.zeros(5, 32))),
-    (TypeError, "cos_sin_cache: expected a torch.Tensor", dict(cos_sin_cache=None)),
-    (TypeError, "positions: expected a torch.Tensor", dict(positions=[0, 1])),
-    (TypeError, "positions: expected int32 or int64", dict(positions=torch.zeros(6))),
-    (ValueError, "positions: expected shape \\[6\\], \\[2, 6\\]", dict(positions=torch.zeros(5, dtype=torch.int64))),
-    (ValueError, "positions: expected shape \\[6\\], \\[2, 6\\]", dict(positions=torch.zeros(6, 2, dtype=torch.int64))),
-    (ValueError, "positions: expected shape \\[6\\]", dict(positions=torch.tensor(3))),
-    (ValueError, "positions: expected shape", dict(positions=torch.zeros(1, 1, 1, 6, dtype=torch.int64))),
-    (ValueError, "positions: expected shape \\[6\\] or", dict(x=torch.zeros(6, 3, 32), positions=torch.zeros(7).long())),
-    (ValueError, "positions: expected a contiguous last", dict(positions=torch.zeros(2, 12, dtype=torch.int64)[:, ::2])),
-    (ValueError, "positions: expected one row", dict(positions=torch.zeros(3, 2, 6, dtype=torch.int64))),
-    (ValueError, "positions: expected one row", dict(x=torch.zeros(6, 3, 32), positions=torch.zeros(3, 6, dtype=torch.int64))),
-    (ValueError, "positions: expected shape",
-     dict(positions=torch.zeros(3, 4, 6, dtype=torch.int64), axis_map=torch.zeros(16, dtype=torch.int8))),
-    (ValueError, "axis_map: expected shape \\[16\\]", dict(axis_map=torch.zeros(8, dtype=torch.int8))),
-    (TypeError, "out: expected a torch.Tensor", dict(out=3)),
-    (TypeError, "out: expected the dtype of x", dict(out=torch.zeros(X, dtype=torch.float16))),
-    (ValueError, "out: expected shape", dict(out=torch.zeros(2, 6, 3, 30))),
-    (ValueError, "out: expected a contiguous last", dict(out=torch.zeros(2, 6, 3, 64)[..., ::2])),
-    (ValueError, "out: expected every element at its own address", dict(out=torch.zeros(1, 6, 3, 32).expand(X))),
-]  # fmt: skip
-
-
-@pytest.mark.anywhere
-@pytest.mark.parametrize(("error", "message", "change"), ERRORS, ids=[message for _, message, _ in ERRORS])
-def test_bad_arguments_are_named(error, message, change, device):
-    arguments = dict(x=randn(*X, device=device), cos_sin_cache=table(32, device)) | {
-        name: moved(value, device) for name, value in change.items()
-    }
-    before = arguments["x"].clone() if isinstance(arguments["x"], torch.Tensor) else None
-    with pytest.raises(error, match=message):
-        apply_rope(**arguments)
-    assert before is None or torch.equal(arguments["x"], before)
 
 
 @pytest.mark.anywhere
@@ -309,18 +257,13 @@ def test_the_driver_gets_every_parameter_in_its_place(fake_driver):
 
 @pytest.mark.anywhere
 def test_what_is_refused_once_is_refused_after_a_good_call(device):
-    x, cos_sin = randn(*X, device=device), table(32, device)
+    x, cos_sin = randn(2, 6, 3, 32, device=device), table(32, device)
     apply_rope(x, cos_sin)
     apply_rope(x, cos_sin, inverse=True)
     for change in ({"is_neox": 1}, {"inverse": 1}, {"inverse": 0}):
         for _ in range(2):
             with pytest.raises(TypeError):
                 apply_rope(x, cos_sin, **change)
-
-
-def test_a_device_that_cannot_run_is_named():
-    with pytest.raises(ValueError, match="x: expected device cuda or cpu, got meta"):
-        apply_rope(torch.zeros(2, 2, 32, device="meta"), table(32, "meta"))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the reference takes float64")

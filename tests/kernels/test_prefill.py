@@ -342,65 +342,6 @@ def test_aliasing_is_noticed_in_a_call_that_has_a_plan(device):
     assert_same_storages(case, before)
 
 
-def give(**changes):
-    return lambda case: changes
-
-
-def to(name, make):
-    return lambda case: {name: make(case[name])}
-
-
-ERRORS = [
-    (ValueError, "positions: expected one row", lambda c: {"positions": torch.zeros(3, 20, dtype=torch.int64)}),
-    (ValueError, "positions: expected shape \\[20\\]", to("positions", lambda p: p[:3])),
-    (ValueError, "positions: expected stride 1", to("positions", lambda p: torch.zeros(40, dtype=p.dtype)[::2])),
-    (TypeError, "positions: expected int32 or int64", to("positions", lambda p: p.float())),
-    (TypeError, "cu_seqlens_q: expected a torch.Tensor", give(cu_seqlens_q=[0, 3])),
-    (TypeError, "cu_seqlens_q: expected int32 or int64", give(cu_seqlens_q=torch.zeros(5))),
-    (ValueError, "cu_seqlens_q: expected shape", give(cu_seqlens_q=torch.zeros(0, dtype=torch.int32))),
-    (ValueError, "cu_seqlens_q: expected shape", give(cu_seqlens_q=torch.zeros(2, 2, dtype=torch.int32))),
-    (ValueError, "cu_seqlens_q: expected stride 1", give(cu_seqlens_q=torch.zeros(10, dtype=torch.int32)[::2])),
-    (ValueError, "tokens_per_request: expected 1 with cu_seqlens_q", give(tokens_per_request=2)),
-    (ValueError, "block_table: expected .* at least 4 rows", to("block_table", lambda t: t[:3])),
-    (ValueError, "block_table: expected .* at least 20 rows", give(cu_seqlens_q=None)),
-    (ValueError, "block_table: expected a contiguous last", to("block_table", lambda t: torch.zeros(4, 6).int()[:, ::2])),
-    (TypeError, "block_table: expected int32 or int64", to("block_table", lambda t: t.float())),
-    (ValueError, "block_table, slot_mapping: expected exactly one of them, got both", give(slot_mapping=torch.zeros(20).int())),
-    (ValueError, "block_table, slot_mapping: expected exactly one of them, got neither", give(block_table=None)),
-    (ValueError, "slot_mapping: expected 1 dimension of at most 20", give(block_table=None, slot_mapping=torch.zeros(21).int())),
-    (ValueError, "cache_positions: expected None with slot_mapping",
-     give(block_table=None, slot_mapping=torch.zeros(9).int(), cache_positions=torch.zeros(20).int())),
-    (ValueError, "v: expected None, because k_cache and v_cache are None", give(k_cache=None, v_cache=None)),
-    (ValueError, "block_table: expected None, because there are no caches", give(k_cache=None, v_cache=None, v=None)),
-    (ValueError, "k_out: expected a tensor", give(k_cache=None, v_cache=None, v=None, block_table=None)),
-    (ValueError, "block_table: expected None, because k is None", give(k=None, v=None, k_cache=None, v_cache=None)),
-    (ValueError, "k: expected k and v both given", give(k=None)),
-    (TypeError, "v_cache: expected a torch.Tensor, got NoneType", give(v_cache=None)),
-    (ValueError, "k_out: expected shape", lambda c: {"k_out": torch.zeros_like(c["k"][:, :1])}),
-    (TypeError, "q_out: expected the dtype of q", lambda c: {"q_out": c["q"].float()}),
-    (ValueError, "axis_map: expected shape \\[32\\]", give(axis_map=torch.zeros(31, dtype=torch.int8))),
-    (TypeError, "axis_map: expected int8", give(axis_map=torch.zeros(32, dtype=torch.int64))),
-    (ValueError, "positions: expected 1 to 8 axes",
-     lambda c: {"positions": torch.zeros(9, 20, dtype=torch.int64), "axis_map": torch.zeros(32, dtype=torch.int8)}),
-    (ValueError, "positions: expected shape \\[axes, 20\\]",
-     lambda c: {"positions": torch.zeros(3, 19, dtype=torch.int64), "axis_map": torch.zeros(32, dtype=torch.int8)}),
-    (ValueError, "kv_layout: expected", give(kv_layout="HDN")),
-    (TypeError, "enable_pdl: expected", give(enable_pdl=1.5)),
-    (ValueError, "q_out: expected every element at its own", lambda c: {"q_out": c["q"][:1].clone().expand(20, 4, 64)}),
-]  # fmt: skip
-
-
-@pytest.mark.anywhere
-@pytest.mark.parametrize(("error", "message", "change"), ERRORS, ids=[message for _, message, _ in ERRORS])
-def test_bad_arguments_are_named_and_nothing_is_written(error, message, change, device):
-    case = ragged(device)
-    spoilt = {name: moved(value, device) for name, value in change(case).items()}
-    before = case.clone()
-    with pytest.raises(error, match=message):
-        rope_append_prefill(**(case.arguments() | spoilt))
-    assert_same_storages(case, before)
-
-
 @pytest.mark.anywhere
 def test_what_is_refused_once_is_refused_after_a_good_call(device):
     a = build(Spec([3, 1], heads=(4, 0)), device).arguments()
