@@ -39,16 +39,16 @@ LANES = {
     PLAIN: Lane(_NO_GPU | {"TRITON_INTERPRET": "0"}),
     GPU: Lane({"TRITON_INTERPRET": "0"}),
 }
-ROWS, LAYOUTS, DECODE = "tests/test_rows.py", "tests/test_layouts.py", "tests/test_decode.py"
-ROTARY, ERRORS, PREPARED = "tests/test_rotary.py", "tests/test_errors.py", "tests/test_prepared.py"
-PREFILL, PREFILL_ROWS = "tests/test_prefill.py", "tests/test_prefill_rows.py"
-APPLY, AXES = "tests/test_apply_rope.py", "tests/test_multi_axis.py"
-CODEGEN, REFERENCE = "tests/test_codegen.py", "tests/test_reference.py"
-FAILURES, PACKED = "tests/test_failures.py", "tests/test_packed_launches.py"
-PACKED_PREFILL = "tests/test_packed_prefill.py"
+ROWS, LAYOUTS, DECODE = "tests/kernels/test_rows.py", "tests/append/test_layouts.py", "tests/kernels/test_decode.py"
+ROTARY, ERRORS, PREPARED = "tests/kernels/test_rotary.py", "tests/append/test_errors.py", "tests/api/test_prepared.py"
+PREFILL, PREFILL_ROWS = "tests/kernels/test_prefill.py", "tests/kernels/test_prefill_rows.py"
+APPLY, AXES = "tests/kernels/test_apply_rope.py", "tests/kernels/test_multi_axis.py"
+CODEGEN, REFERENCE = "tests/kernels/test_codegen.py", "tests/test_reference.py"
+FAILURES, PACKED = "tests/launch/test_failures.py", "tests/launch/test_packed_launches.py"
+PACKED_PREFILL = "tests/launch/test_packed_prefill.py"
 WALLS = f"{ROWS}::test_no_byte_outside_the_tensors_is_touched"
 OLD_CALLS = f"{ERRORS}::test_bad_argument_after_good_calls"
-_TABLES = ("tests/test_tables.py", "tests/test_scaling.py")
+_TABLES = ("tests/tables/test_tables.py", "tests/tables/test_scaling.py")
 
 DEFAULT_TESTS = {
     ("kernels/rotation.py", INTERPRET): (ROTARY, ROWS, DECODE),
@@ -67,18 +67,18 @@ DEFAULT_TESTS = {
     ("rope.py", INTERPRET): (APPLY,),
     ("dispatch.py", PLAIN): (PACKED, FAILURES),
     ("dispatch.py", INTERPRET): (DECODE,),
-    ("driver.py", PLAIN): ("tests/test_driver.py", FAILURES, PACKED),
-    ("variants.py", PLAIN): (PACKED, FAILURES, "tests/test_threads.py"),
-    ("variants.py", GPU): ("tests/test_graphs.py", "tests/test_pdl.py", DECODE),
+    ("driver.py", PLAIN): ("tests/launch/test_driver.py", FAILURES, PACKED),
+    ("variants.py", PLAIN): (PACKED, FAILURES, "tests/launch/test_threads.py"),
+    ("variants.py", GPU): ("tests/launch/test_graphs.py", "tests/launch/test_pdl.py", DECODE),
     ("prepared.py", INTERPRET): (PREPARED,),
     ("prepared.py", PLAIN): (PACKED, FAILURES, PREPARED),
-    ("ops.py", PLAIN): ("tests/test_ops.py",),
-    ("operators.py", PLAIN): ("tests/test_ops.py", "tests/test_compile.py"),
-    ("ops_prefill.py", PLAIN): ("tests/test_ops_prefill.py",),
-    ("rope.py", PLAIN): ("tests/test_ops_rope.py",),
-    ("ops_rope.py", PLAIN): ("tests/test_ops_rope.py",),
+    ("ops.py", PLAIN): ("tests/compile/test_ops.py",),
+    ("operators.py", PLAIN): ("tests/compile/test_ops.py", "tests/compile/test_compile.py"),
+    ("ops_prefill.py", PLAIN): ("tests/compile/test_ops_prefill.py",),
+    ("rope.py", PLAIN): ("tests/compile/test_ops_rope.py",),
+    ("ops_rope.py", PLAIN): ("tests/compile/test_ops_rope.py",),
     ("faults.py", INTERPRET): (ROWS,),
-    ("faults.py", PLAIN): ("tests/test_threads.py",),
+    ("faults.py", PLAIN): ("tests/launch/test_threads.py",),
     ("checks.py", PLAIN): (ERRORS,),
     ("checks_prefill.py", PLAIN): (PREFILL, APPLY),
     ("layout.py", PLAIN): (LAYOUTS, ERRORS),

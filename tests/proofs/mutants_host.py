@@ -5,7 +5,7 @@ from mutant import APPLY, DECODE, FAILURES, GPU, LAYOUTS, OLD_CALLS, PACKED, PAC
 FAULTS = {
     "geometry.py": [
         Fault("rows // heads if several_tokens else 1", "1", "few KV heads never share a program with other tokens",
-              lane=PLAIN, tests=("tests/test_geometry.py",)),
+              lane=PLAIN, tests=("tests/launch/test_geometry.py",)),
     ],
     "plan_prefill.py": [
         Fault("call.k_out is None and call.cu_seqlens is None", "call.k_out is None", "rows of sequences are taken whole",
@@ -156,7 +156,7 @@ FAULTS = {
               tests=(PACKED, "-k", "guards")),
         Fault("_VARIANTS.setdefault(key, Variant(kernel, names, device, dtypes, static, num_warps))",
               "_VARIANTS[key] = Variant(kernel, names, device, dtypes, static, num_warps)", "two threads load a kernel twice",
-              lane=PLAIN, tests=("tests/test_threads.py", "-k", "one_kernel")),
+              lane=PLAIN, tests=("tests/launch/test_threads.py", "-k", "one_kernel")),
         Fault("key = (kernel.__name__, device, dtypes, static, num_warps)",
               "key = (kernel.__name__, device, static, num_warps)", "a kernel for other dtypes is launched", lane=PLAIN,
               tests=(PACKED, "-k", "guards")),
@@ -188,7 +188,7 @@ FAULTS = {
         Fault("if x is not home and _is_misplaced(x, home):", "if False:", "slices that Inductor misplaces are compiled",
               lane=PLAIN),
         Fault("        _look_again(name, x, home)\n", "", "inputs that are used later are not looked at", lane=PLAIN,
-              tests=("tests/test_compile.py", "-k", "used_later"), fast=True),
+              tests=("tests/compile/test_compile.py", "-k", "used_later"), fast=True),
         Fault("places |= {name: places[other]", "places |= {name: len(names)", "k is not rotated in place in a compiled graph",
               lane=PLAIN),
     ],

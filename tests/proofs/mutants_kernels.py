@@ -5,7 +5,7 @@ from mutant import AXES, CODEGEN, DECODE, LAYOUTS, PLAIN, PREFILL, PREFILL_ROWS,
 FAULTS = {
     "kernels/rotation.py": [
         Fault("((bits >> 16) & 1)) >> 16", "1) >> 16", "ties of bf16 round away from even",
-              tests=("tests/test_rounding.py",), fast=True),
+              tests=("tests/kernels/test_rounding.py",), fast=True),
         Fault("if x.dtype == tl.bfloat16:\n        return (x.to(tl.uint16", "if False:\n        return (x.to(tl.uint16",
               "widening takes two instructions", lane=PLAIN, tests=(CODEGEN, "-k", "widens")),
         Fault("a * c - b * s", "a * c + b * s", "the sign of the rotation", tests=(ROTARY, "-k", "known_pairs"), fast=True),
@@ -18,7 +18,7 @@ FAULTS = {
               "the halves of rows in one piece come back swapped", tests=(PREFILL, "-k", "one_piece")),
         Fault("    if NEOX and WHOLE:\n        d = tl.arange(0, R)[None, :]\n        x",
               "    if False:\n        d = tl.arange(0, R)[None, :]\n        x",
-              "rows are loaded in two pieces after all", lane=PLAIN, tests=("tests/test_codegen_prefill.py", "-k", "shuffles")),
+              "rows are loaded in two pieces after all", lane=PLAIN, tests=("tests/kernels/test_codegen_prefill.py", "-k", "shuffles")),
         Fault("tl.where(in_range(pos, max_position), pos, 0)", "pos",
               "positions outside the rotary table read outside of it", tests=(WALLS,), fast=True),
         Fault("x.to(tl.uint32, bitcast=True) < end", "x.to(tl.uint32, bitcast=True) <= end",

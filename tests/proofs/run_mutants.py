@@ -1,8 +1,13 @@
 """Do the tests notice? Small faults are put into a copy of the package, one at a time; each must turn some test red.
 
-    python tests/run_mutants.py             every mutant of mutants_*.py, each against the tests meant to see it
-    python tests/run_mutants.py --fast      a choice of them, for every commit
-    python tests/run_mutants.py --only WORD ...  --list  --jobs N  --json FILE
+A green suite shows that the package agrees with its tests, and nothing about how much the tests see. Most of what can go wrong here
+is silent: a mask that lets one more row through, a stride of the wrong tensor, a launch for memory of an earlier call. So every
+promise that matters has a mutant, the line of code that keeps it with one word changed. A mutant that survives is a promise that
+no test looks at, and a stale one is code that changed without anybody asking whether its test still does.
+
+    python tests/proofs/run_mutants.py             every mutant of mutants_*.py, each against the tests meant to see it
+    python tests/proofs/run_mutants.py --fast      a choice of them, for every commit
+    python tests/proofs/run_mutants.py --only WORD ...  --list  --jobs N  --json FILE
 
 Exit code 1 if a mutant survives, if its text no longer occurs exactly once (stale), if it does not even import (broken), or if
 the test that saw it is red without it too. Mutants of the `gpu` lane need a CUDA device and are skipped without one.
@@ -28,7 +33,7 @@ import mutants_kernels
 from mutant import GPU, LANES, Mutant, mutants
 
 MUTANTS = mutants(mutants_kernels.FAULTS) + mutants(mutants_host.FAULTS)
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("decode_rope", "tests", "pyproject.toml")
 SECONDS = 300  # for the tests of one mutant; a mutant that hangs is one that was noticed
 GOOD = ("killed", "hangs", "skipped")
@@ -65,7 +70,7 @@ class Slot:
         if lane not in self.workers:
             # Bytecode of a file changed twice in one second would be taken for that of the first change.
             environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"} | LANES[lane].environment
-            command = [sys.executable, str(self.root / "tests" / "run_mutants.py"), "--worker"]
+            command = [sys.executable, str(self.root / "tests" / "proofs" / "run_mutants.py"), "--worker"]
             self.workers[lane] = subprocess.Popen(
                 command, cwd=self.root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )

@@ -1,7 +1,7 @@
 """Launches under NVIDIA's compute-sanitizer: no access outside an allocation (memcheck), no read of memory that nobody wrote
 (initcheck). On a GPU:
 
-    python tests/run_sanitizer.py [--json FILE]
+    python tests/proofs/run_sanitizer.py [--json FILE]
 
 Every tensor gets an allocation of its own that begins at its first byte and ends at its last one. For initcheck only what a
 launch may read is filled in: neither caches nor outputs, nor rows of the table and entries of the block table that no token
@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1] / "helpers")]
 
 import torch
 import triton
@@ -31,7 +31,7 @@ from decode_rope import reference, rope_append_decode, rope_append_prefill
 from decode_rope.append.faults import fault_buffer
 
 TOOLS = {"memcheck": ["--padding", "4096"], "initcheck": []}
-OURS = re.compile(r"^=+ +at .*\b(decode_kernel|prefill_kernel)\b", re.M)
+OURS = re.compile(r"^=+ +at .*\b(rope_append_decode_kernel|rope_append_prefill_kernel)\b", re.M)
 SECONDS = 300
 
 HUGE = 2**62

@@ -1,6 +1,6 @@
 """A long run on a GPU: does a cache stay whole over 100,000 graph replays?
 
-    python tests/run_soak.py [--seconds 120] [--replays 100000] [--json FILE]
+    python tests/proofs/run_soak.py [--seconds 120] [--replays 100000] [--json FILE]
 
 Two streams replay graphs of two launches each, with caches of their own. Before every replay positions, block table or slots are
 drawn anew on the device, with padding, stale entries and garbage among them. Every second page of a cache is in no table:
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor
