@@ -9,7 +9,19 @@ from collections.abc import Callable
 import pytest
 import torch
 from bad import GOOD, ONLY_Q, Bad, give
-from cases import Spec, assert_same_storages, bits, build, call_arguments, check, prepare, prepared, run, run_reference, without_known
+from cases import (
+    Spec,
+    assert_same_storages,
+    bits,
+    build,
+    call_arguments,
+    check,
+    prepare,
+    prepared,
+    run,
+    run_reference,
+    without_known,
+)
 from lanes import ON_GPU
 from random_cases import CPU_SIZES, GPU_SIZES, random_spec
 

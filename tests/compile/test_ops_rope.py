@@ -72,6 +72,7 @@ def test_gradients_through_a_graph(layout, transposed, device):
 
 def test_gradcheck_of_the_operator():
     x, table, positions = made("NHD", "cpu", torch.float64)
+
     def call(x):
         return operators.rotate(x, None, table, positions, True, None, False, "NHD")
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import FLOATS, bits, moved
+from cases import FLOATS, bits
 from lanes import ON_GPU
 
 import decode_rope

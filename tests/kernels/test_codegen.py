@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from compile_only import GFX942, SM80, SM90, SM100, accesses, facts, integers, pdl_events, resources, sass, sass_events
+from compile_only import GFX942, SM80, SM100, accesses, facts, integers, pdl_events, resources, sass, sass_events
 from lanes import INTERPRETED
 from processes import in_a_new_process
 from targets import LLAMA, decode, options_of

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cases import ACTIVATIONS, CACHES, FLOATS, Case, Spec, assert_same_storages, bits, build, check, moved, run, run_reference
+from cases import ACTIVATIONS, CACHES, FLOATS, Case, Spec, assert_same_storages, bits, build, check, run, run_reference
 from fake_driver import with_nothing_loaded
 from guarded_memory import signal_of, walled
 from lanes import ON_GPU

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from cases import Spec, bits, build, check, run
-from lanes import ON_GPU
 from guarded_memory import at_the_edge, signal_of, walled
+from lanes import ON_GPU
 
 from decode_rope import reference, rope_append_prefill
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from cases import ACTIVATIONS, CACHES, FLOATS, Spec, build, check
-from lanes import ON_GPU
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lanes import ON_GPU
 
 from decode_rope import reference
 

@@ -5,8 +5,8 @@ import ctypes
 import pytest
 import torch
 from cases import Case, Spec, bits, build, check, no_faults, prepared, run, run_reference
-from lanes import ON_GPU
 from guarded_memory import SEGMENTATION_FAULT, signal_of, walled
+from lanes import ON_GPU
 
 import decode_rope
 from decode_rope import reference

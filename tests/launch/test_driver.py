@@ -1,6 +1,7 @@
 """The launch arguments packed for the driver, read back through the layouts of cuda.h."""
 
 import ctypes
+
 import pytest
 from fake_driver import Config
 

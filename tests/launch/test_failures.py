@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import Case, assert_same_storages, bits, build, call_arguments, prepare, run_reference
-from lanes import INTERPRETED, ON_GPU
 from fake_driver import FakeDriver, RealDriver, with_nothing_loaded
+from lanes import INTERPRETED, ON_GPU
 from ways import SPECS, TABLE, WAYS, either_way, function_of, reset, works
 
 import decode_rope

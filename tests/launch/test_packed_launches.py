@@ -8,8 +8,8 @@ import pytest
 import torch
 import triton
 from cases import Spec, assert_same_storages, build, call_arguments, check, prepare, prepared, run
-from lanes import INTERPRETED
 from far import FAR, expected, reserve, small_call
+from lanes import INTERPRETED
 from random_cases import CPU_SIZES, random_spec
 from ways import SPECS, TABLE, WAYS, either_way, function_of, with_one_of, with_other_flags, works
 

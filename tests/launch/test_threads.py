@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from cases import Case, Spec, assert_same_storages, build, call_arguments, prepare, run_reference, without_known
-from lanes import INTERPRETED
 from fake_driver import FakeDriver
 from guarded_memory import signal_of
+from lanes import INTERPRETED
 from random_cases import CPU_SIZES, GPU_SIZES, random_spec
 
 import decode_rope
