@@ -153,7 +153,7 @@ BUILD = {
     "pdl": Bad(TypeError, "enable_pdl: expected None, True or False", give(enable_pdl="no")),
     "no k_out": Bad(ValueError, "k_out, cache_positions: expected False with num_kv_heads=0", give(num_kv_heads=0, k_out=True)),
     "no place": Bad(ValueError, "k_out, cache_positions: expected False", give(num_kv_heads=0, cache_positions=True)),
-    "geometry": Bad(TypeError, "geometry: expected a decode_rope.launch.decode.Geometry, got tuple", give(geometry=(1, 2, 1, 2, 4))),
+    "geometry": Bad(TypeError, "geometry: expected a decode_rope.launch.decode.Geometry, got", give(geometry=(1, 2, 1, 2, 4))),
     "three heads": Bad(ValueError, "geometry: expected powers of two", give(geometry=Geometry(1, 3, 1, 4, 4, False))),
     "no tokens": Bad(ValueError, "geometry: expected powers of two", give(geometry=Geometry(0, 2, 1, 4, 4, False))),
     "pdl of 4": Bad(ValueError, "geometry: expected pdl of 0 to 3", give(geometry=Geometry(1, 2, 1, 4, 4, 4))),
