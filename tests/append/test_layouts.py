@@ -18,7 +18,7 @@ CORNERS = Spec([0, 3, 7, 8], [[0, 5, 5], [7, 5, 5], [5, 6, 5], [5, 5, 2]], heads
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("v_head_dim", [64, 40])
 @pytest.mark.parametrize("cache", CACHES)
-def test_B2_B4_any_view_of_k_and_v_caches(cache, v_head_dim, shift, device):
+def test_B2_B4_any_view_of_k_and_v_caches_is_written_by_its_own_strides(cache, v_head_dim, shift, device):
     spec = CORNERS.but(cache=cache, v_head_dim=v_head_dim, shift=shift)
     if cache.startswith("flat"):
         spec = spec.but(block_table=None, slots=[0, 31, 26, 8])
@@ -43,7 +43,7 @@ def test_B2_views_hold_what_separate_caches_hold(cache, device):
 @kernel
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize("changes", [dict(), dict(shift=1, v_head_dim=40), dict(q_out=True, k_out="own", rotary_dim=32)], ids=str)
-def test_B5_B6_any_view_of_q_k_and_v(activations, changes, device):
+def test_B5_B6_any_view_of_q_k_and_v_is_read_and_turned_where_it_lies(activations, changes, device):
     """In place means in the caller's memory, also through a slice of a packed projection or a transpose."""
     check(build(CORNERS.but(activations=activations, **changes), device))
 
@@ -57,7 +57,7 @@ def test_B5_heads_of_q_and_k_have_strides_of_their_own(device):
 
 @kernel
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_B8_rows_off_a_16_byte_boundary(head_dim, device):
+def test_B8_rows_off_a_16_byte_boundary_are_exact(head_dim, device):
     """By the address, by the row stride, by both; each shape once aligned before."""
     spec = CORNERS.but(head_dim=head_dim, heads=(2, 1))
     for shift in (0, 1, 3, 4):

@@ -117,7 +117,7 @@ def test_F3_alignment_of_one_call_says_nothing_about_the_next(device):
 
 
 @pytest.mark.parametrize("one", ["q", "k", "v", "k_cache", "v_cache", "q_out", "k_out"])
-def test_F3_one_unaligned_tensor_is_enough(one, device):
+def test_F3_one_unaligned_tensor_is_read_and_written_exactly(one, device):
     spec = step(3, q_out=True, k_out="own", dtype=torch.float16)
     aligned, shifted = build(spec, device), build(spec.but(shift=1), device)
     check(aligned)
@@ -142,7 +142,7 @@ def test_F3_one_unaligned_tensor_takes_another_kernel(one, device):
 @pytest.mark.parametrize("changes", [
     dict(head_dim=68), dict(v_head_dim=68), dict(activations="padded"), dict(cache="NHD padded"), dict(cache="HND padded"),
 ], ids=str)  # fmt: skip
-def test_F3_alignment_of_head_sizes_and_strides(changes, device):
+def test_F3_head_sizes_and_strides_bound_the_alignment_a_kernel_assumes(changes, device):
     """68 elements of fp16 are 136 bytes: rows begin on 8. Strides of 69 or 67 elements: rows begin on 2."""
     rows, caches, _ = alignments_of(build(step(3, dtype=torch.float16, rotary_dim=64, **changes), device))
     assert rows == caches == (8 if 68 in changes.values() else 2)
@@ -226,7 +226,7 @@ def test_B10_in_place_is_out_of_place_every_time(head_dim, rotary_dim, is_neox, 
     dict(v_is_k=True), dict(v_is_k=True, k_out="own"), dict(k_out="k"), dict(k_out="k", activations="packed"),
     dict(k_out="k", activations="kv side by side"), dict(activations="one head expanded"),
 ], ids=str)  # fmt: skip
-def test_F15_allowed_aliases(changes, device):
+def test_F15_tensors_that_may_share_memory_do(changes, device):
     check(build(step(3, **changes), device))
     check(build(step(3, **changes, shift=1, is_neox=False), device))
 
@@ -237,7 +237,7 @@ def test_F15_q_out_may_be_q(device):
     check(case)
 
 
-def test_A_RopeTable_brings_its_own_pairing(device):
+def test_a_rope_table_brings_its_own_pairing(device):
     class Table:
         is_neox = False
 

@@ -22,7 +22,7 @@ STRETCHED = {
 
 @pytest.mark.parametrize(("name", "dim"), [(name, dim) for name, dims in STRETCHED.items() for dim in range(len(dims))])
 @pytest.mark.parametrize(("n", "step"), [(2, FAR), (5, 2**30 + WRAP)], ids=["one step", "steps of 31 bits"])
-def test_B1_steps_past_32_bits(n, step, name, dim, device):
+def test_B1_steps_past_32_bits_arrive(n, step, name, dim, device):
     """One dimension goes to more than 2^32 elements; where 32 bits would wrap to, nothing may be used or changed."""
     call = small_call(device, n)
     for out in ("q_out", "k_out"):
@@ -46,7 +46,7 @@ def test_B1_steps_past_32_bits(n, step, name, dim, device):
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 @pytest.mark.parametrize("index", ["block_table", "slot_mapping"])
-def test_B1_int32_pages_and_slots_of_a_large_contiguous_cache(name, index, device):
+def test_B1_int32_pages_and_slots_reach_the_end_of_a_large_cache(name, index, device):
     call = small_call(device)
     want = expected(call)
     page = 2 * 2 * D
@@ -68,7 +68,7 @@ def test_B1_int32_pages_and_slots_of_a_large_contiguous_cache(name, index, devic
 
 @pytest.mark.parametrize("index", ["block_table", "slot_mapping"])
 @pytest.mark.parametrize("function", [decode_rope.rope_append_decode, decode_rope.rope_append_prefill])
-def test_B1_sizes_of_32_bits(function, index, device):
+def test_B1_sizes_of_32_bits_are_neither_negative_nor_cut(function, index, device):
     """More than 2^31 slots, and a table of as many columns: sizes between 2^31 and 2^32 are neither negative nor cut."""
     slots = 2**31 + 5
     x = torch.tensor([[[3.0]], [[5.0]], [[7.0]]], dtype=torch.float16, device=device)
@@ -90,7 +90,7 @@ def test_B1_sizes_of_32_bits(function, index, device):
         decode_rope.check_faults()
 
 
-def test_B1_rows_of_the_block_table(device):
+def test_B1_rows_of_the_block_table_may_lie_far_apart(device):
     call = small_call(device)
     want = expected(call)
     far = 2**31 + WRAP
@@ -100,7 +100,7 @@ def test_B1_rows_of_the_block_table(device):
     assert all(torch.equal(call[name], want[name]) for name in ("q", "k_cache", "v_cache"))
 
 
-def test_B1_rows_of_the_rotary_table(device):
+def test_B1_rows_of_the_rotary_table_may_lie_far_apart(device):
     call = small_call(device)
     want = expected(call)
     far_row = 2**31 // D + 5

@@ -72,14 +72,14 @@ def test_C1_C2_the_tail_passes_through_bit_for_bit(head_dim, rotary_dim, is_neox
 
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("rotary_dim", [2, 6, 10, 20, 24, 40, 72, 80, 96, 100, 160])
-def test_C5_sizes_that_are_no_powers_of_two(rotary_dim, is_neox, device):
+def test_C5_sizes_that_are_no_powers_of_two_rotate_exactly(rotary_dim, is_neox, device):
     spec = ONE.but(rotary_dim=rotary_dim, is_neox=is_neox, positions=[63, 62], v_head_dim=72)
     for head_dim in {rotary_dim, rotary_dim + 3, 160}:
         check(build(spec.but(head_dim=head_dim), device))
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 576])
-def test_C5_head_sizes_nobody_has(head_dim, device):
+def test_C5_any_head_size_rotates_exactly(head_dim, device):
     check(build(ONE.but(head_dim=head_dim, rotary_dim=head_dim - head_dim % 2), device))
 
 

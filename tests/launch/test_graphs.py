@@ -56,7 +56,7 @@ def random_step(num_tokens: int, seed: int, paged: bool, **changes) -> Spec:
 @pytest.mark.parametrize("paged", [True, False], ids=["table", "slots"])
 @pytest.mark.parametrize("num_tokens", [1, 8, 70, 257])
 @either_way
-def test_F8_fifty_replays_with_other_inputs(way, num_tokens, paged, device):
+def test_F8_replays_read_their_inputs_anew(way, num_tokens, paged, device):
     """q, k, v, positions, table, slots and caches change in place between replays; bytes and faults are the reference's."""
     case = build(random_step(num_tokens, 0, paged), device)
     graph = capture(WAYS[way](case))
@@ -75,7 +75,7 @@ def test_F8_fifty_replays_with_other_inputs(way, num_tokens, paged, device):
     assert written > 25
 
 
-def test_F8_a_thousand_random_paddings(device):
+def test_F8_a_replay_honours_the_padding_of_its_moment(device):
     start = build(random_step(64, 3, paged=True, q_out=True), device)
     case = start.clone()
     graph = capture(WAYS["function"](case))

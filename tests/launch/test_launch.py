@@ -52,7 +52,7 @@ def test_F5_the_launch_is_on_the_current_stream(way, device):
 
 @either_way
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_F4_tensors_on_another_device_than_the_current_one(way, device):
+def test_F4_a_launch_is_on_the_device_of_its_tensors(way, device):
     other = torch.device("cuda:1")
     case = build(STEP, other)
     with torch.cuda.device(0):

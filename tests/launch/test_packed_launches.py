@@ -30,7 +30,7 @@ def test_repeated_launches_of_random_calls(way, seed, fake_driver):
     assert len(fake_driver.launches) == (3 if len(start.spec.positions) else 0)
 
 
-def test_F3_memory_of_any_alignment_in_any_order(fake_driver):
+def test_F3_memory_of_any_alignment_in_any_order_gets_a_kernel_that_fits(fake_driver):
     """The stand-in refuses an address or a stride that its kernel was not compiled for."""
     changes = [{}, dict(shift=1), dict(table_shift=1), dict(shift=8), dict(shift=3, table_shift=2), dict(activations="padded")]
     changes += [dict(cache="NHD padded"), dict(cache="HND beside"), {}]
@@ -64,7 +64,7 @@ def test_B1_strides_of_64_bits_are_given_in_64(name, strides, fake_driver):
 
 
 @pytest.mark.parametrize("one", ["q", "k", "v", "k_cache", "v_cache", "q_out", "k_out", "cos_sin_cache"])
-def test_F3_one_unaligned_tensor_among_aligned_ones(one, fake_driver):
+def test_F3_one_unaligned_tensor_among_aligned_ones_gets_a_kernel_that_fits(one, fake_driver):
     spec = TABLE.but(q_out=True, k_out="own")
     aligned, shifted = build(spec, "cpu"), build(spec.but(shift=1, table_shift=1), "cpu")
     mixed = with_one_of(aligned, shifted, one)
@@ -154,7 +154,7 @@ def test_full_books_are_begun_anew(fake_driver, monkeypatch):
     assert len(plans) <= 2 and all(len(found._kept) <= 2 and len(found._known) <= 2 for found in plans)
 
 
-def test_F3_without_torch_s_tensor_guards(fake_driver, monkeypatch):
+def test_F3_without_torch_s_tensor_guards_calls_are_told_apart_too(fake_driver, monkeypatch):
     monkeypatch.setattr(book, "TensorGuards", None)
     starts = [build(spec, "cpu") for spec in SPECS.values()]
     starts += [build(TABLE.but(**changes), "cpu") for changes in (

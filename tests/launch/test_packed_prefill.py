@@ -33,7 +33,7 @@ def test_repeated_prefills_of_random_calls(seed, fake_driver):
 
 @pytest.mark.parametrize("cu_seqlens", [CU_SEQLENS, [0, 1, 4, 18, 18], [3, 3, 3, 9, 20], [0, 20, 20, 20, 20]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_ragged_batches(dtype, cu_seqlens, fake_driver):
+def test_ragged_batches_leave_the_bytes_of_the_reference(dtype, cu_seqlens, fake_driver):
     start = ragged("cpu", RAGGED.but(q_out=True, k_out="k"), cu_seqlens, dtype)
     works_from(start)
 
@@ -88,7 +88,7 @@ def test_several_axes_of_any_stride(fake_driver):
             assert_same_storages(case, want)
 
 
-def test_F3_memory_of_any_alignment_in_any_order(fake_driver):
+def test_F3_memory_of_any_alignment_in_any_order_gets_a_kernel_that_fits(fake_driver):
     changes = [{}, dict(shift=1), dict(table_shift=1), dict(shift=8), dict(shift=3, table_shift=2), dict(activations="padded")]
     changes += [dict(cache="NHD padded"), dict(cache="HND beside"), {}]
     for spec in (RAGGED, RAGGED.but(head_dim=24, v_head_dim=20), RAGGED.but(q_out=True, k_out="own"), RAGGED.but(rotary_dim=6)):
@@ -98,7 +98,7 @@ def test_F3_memory_of_any_alignment_in_any_order(fake_driver):
 
 
 @pytest.mark.parametrize("one", ["q", "k", "v", "k_cache", "v_cache", "q_out", "k_out", "cos_sin_cache"])
-def test_F3_one_unaligned_tensor_among_aligned_ones(one, fake_driver):
+def test_F3_one_unaligned_tensor_among_aligned_ones_gets_a_kernel_that_fits(one, fake_driver):
     spec = RAGGED.but(q_out=True, k_out="own")
     aligned, shifted = ragged("cpu", spec), ragged("cpu", spec.but(shift=1, table_shift=1))
     mixed = with_one_of(aligned, shifted, one)

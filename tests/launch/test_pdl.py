@@ -142,7 +142,7 @@ def hasty_copy(source, target, BLOCK: tl.constexpr):
     tl.store(target + place, tl.load(source + place))
 
 
-def test_F7_without_a_graph(device):
+def test_F7_launches_outside_graphs_wait_for_late_writers_too(device):
     work, spoil, assert_right = chain(device, decode(device), 2000)
     for turn in range(50):
         spoil()
