@@ -90,13 +90,13 @@ def rope_append_decode(
     """
     if is_compiling():
         operators.append("rope_append_decode", Append(
-            q, k, v, k_cache, v_cache, cos_sin_cache, positions, block_table, slot_mapping, cache_positions, None, None, q_out, k_out,
-            tokens_per_request, is_neox, kv_layout, enable_pdl,
+            q, k, v, k_cache, v_cache, cos_sin_cache, positions, block_table, slot_mapping, cache_positions, None, None,
+            q_out, k_out, tokens_per_request, is_neox, kv_layout, enable_pdl,
         ))  # fmt: skip
         return q if q_out is None else q_out
     cos_sin = cos_sin_cache
     if cos_sin is not None and not isinstance(cos_sin, Tensor):
-        cos_sin, is_neox, _ = of_table(cos_sin, is_neox)
+        is_neox, cos_sin = getattr(cos_sin, "is_neox", is_neox), getattr(cos_sin, "cos_sin_cache", cos_sin)
     flags = given = None
     if q_out is None and k_out is None and cache_positions is None and k is not None and cos_sin is not None:
         # The usual call, whose identity costs less to tell.
@@ -190,14 +190,20 @@ def rope_append_prefill(
         >>> bool((v_cache[5, 1] == v[2]).all() and (v_cache[0, 1] == v[4]).all())
         True
     """
-    call = Append(
-        q, k, v, k_cache, v_cache, cos_sin_cache, positions, block_table, slot_mapping, cache_positions, cu_seqlens_q, axis_map,
-        q_out, k_out, tokens_per_request, is_neox, kv_layout, enable_pdl,
+    compiling, cos_sin = is_compiling(), cos_sin_cache
+    if not compiling:
+        if cos_sin is not None and not isinstance(cos_sin, Tensor):
+            cos_sin, is_neox, axis_map = of_table(cos_sin, is_neox, axis_map)
+        if k is None and isinstance(k_cache, Tensor | None) and isinstance(v_cache, Tensor | None):
+            k_cache = v_cache = None  # a layer that shares another one's K and V may pass its cache
+    fields = (
+        q, k, v, k_cache, v_cache, cos_sin, positions, block_table, slot_mapping, cache_positions, cu_seqlens_q, axis_map,
+        q_out, k_out, tokens_per_request, is_neox, kv_layout, enable_pdl, False, None,
     )  # fmt: skip
-    if is_compiling():
-        operators.append("rope_append_prefill", call)
+    if compiling:
+        operators.append("rope_append_prefill", Append(*fields))
     else:
-        PREFILL_CALLS.run(resolved(call))
+        PREFILL_CALLS.run(fields)
     return q if q_out is None else q_out
 
 

@@ -83,6 +83,7 @@ class DecodeRope:
         self.cos_sin, is_neox, _ = of_table(cos_sin_cache, is_neox)
         self.heads = (num_q_heads, num_kv_heads, head_dim, v_head_dim)
         self.page_size, self.dtype = page_size, dtype
+        self._paged = addressing == "block_table"
         self.addressing, self.positions_dtype, self.index_dtype = addressing, positions_dtype, index_dtype
         self.optional = {"cache_positions": cache_positions, "q_out": q_out, "k_out": k_out}
         self._flags = {
@@ -144,9 +145,10 @@ class DecodeRope:
         flags = given = None
         if not compiling and q_out is None and k_out is None and cache_positions is None and k is not None:
             # The usual call, whose identity costs less to tell.
-            index, other = (block_table, slot_mapping) if self.addressing == "block_table" else (slot_mapping, block_table)
-            if other is None and self.cos_sin is not None:
-                given, flags = (q, k, v, k_cache, v_cache, self.cos_sin, positions, index), ()
+            index, other = (block_table, slot_mapping) if self._paged else (slot_mapping, block_table)
+            cos_sin = self.cos_sin
+            if other is None and cos_sin is not None:
+                given, flags = (q, k, v, k_cache, v_cache, cos_sin, positions, index), ()
                 plan = self._calls.find(flags, given)
                 if plan is not None and plan.again(given):
                     return q

@@ -121,4 +121,4 @@ def _reference(call: Append) -> None:
     reference.rope_append_decode(**{name: value for name, value in arguments.items() if name not in ("cu_seqlens_q", "axis_map")})
 
 
-DECODE = Spec(rope_append_decode_kernel, _values, _check, _reference)
+DECODE = Spec(rope_append_decode_kernel, Append, _values, _check, _reference)

@@ -20,8 +20,8 @@ _MAX_KEPT = 1024
 class Plan:
     """A compiled kernel for one configuration of shapes, strides, dtypes and flags, ready for whatever memory it is given.
 
-    It keeps packed launches by the addresses of the call's tensors and the stream. `_known` holds how the rows and how the caches of
-    checked calls lay relative to each other: slices of one tensor interleave, and `k_out` may be `k`.
+    It keeps packed launches by the addresses of the call's tensors and the stream. `_known` holds how the rows and how the caches
+    of checked calls lay relative to each other: slices of one tensor interleave, and `k_out` may be `k`.
 
     Attributes:
         flags, guard: say which calls it is for; `book.Book` sets them.
@@ -30,8 +30,8 @@ class Plan:
     """
 
     __slots__ = (
-        "_alignments", "_groups", "_kept", "_known", "_ranges", "carveout", "compiled", "device", "faults", "flags", "grid", "guard",
-        "integers", "spec", "unaligned",
+        "_alignments", "_groups", "_is_usual", "_kept", "_known", "_ranges", "carveout", "compiled", "device", "faults", "flags",
+        "grid", "guard", "integers", "spec", "unaligned",
     )  # fmt: skip
 
     def __init__(self, spec: Spec, call: Record, device: torch.device, *, aligned: bool = True):
@@ -63,13 +63,24 @@ class Plan:
             (roles[name].parameter, end - start, min(roles[name].kind, INDEX - 1))
             for name, (start, end) in ((name, span(x)) for name, x in given_tensors(call).items())
         ]
+        self._is_usual = len(self._ranges) == 8  # as a decode step with one index and no outputs of its own has
         self._known: set[tuple] = set()
         self._kept: dict[tuple, tuple] = {}
 
     def again(self, given: tuple[Tensor, ...]) -> bool:
-        """Launch once more on the memory of an earlier call; False, and nothing done, if there was none with it. `given`: the call's
-        tensors that are not None."""
-        packed = self._kept.get((*[x.data_ptr() for x in given], machine.stream(self.device))) if self._kept else None
+        """Launch once more on the memory of an earlier call; False, and nothing done, if there was none with it. `given`: the
+        call's tensors that are not None."""
+        kept = self._kept
+        if not kept:
+            return False
+        if self._is_usual:  # written out, this takes 0.4 µs less, of 2.3 for a whole call
+            q, k, v, k_cache, v_cache, cos_sin, positions, index = given
+            packed = kept.get((
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), cos_sin.data_ptr(),
+                positions.data_ptr(), index.data_ptr(), machine.stream(self.device),
+            ))  # fmt: skip
+        else:
+            packed = kept.get((*[x.data_ptr() for x in given], machine.stream(self.device)))
         if packed is None or machine.device() != self.device or machine.hooks:
             return False
         if machine.cu_launch(*packed):
@@ -103,7 +114,8 @@ class Plan:
         return self.unaligned
 
     def launch(self, call: Record, addresses: dict[str, int]) -> tuple | None:
-        """Launch on the current stream of the plan's device. Returns the packed launch, if it was one, for that stream and memory."""
+        """Launch on the current stream of the plan's device. Returns the packed launch, if it was one, for that stream and
+        memory."""
         if not INTERPRETED and machine.device() != self.device:
             with torch.cuda.device(self.device):
                 return self.launch(call, addresses)
