@@ -103,7 +103,9 @@ def rope_append_decode(
         paged = slot_mapping is None
         if paged or block_table is None:
             given = (q, k, v, k_cache, v_cache, cos_sin, positions, block_table if paged else slot_mapping)
-            flags = (paged, tokens_per_request, is_neox, kv_layout, enable_pdl, type(tokens_per_request), type(is_neox))
+            flags = (
+                paged, tokens_per_request, is_neox, kv_layout, enable_pdl, type(tokens_per_request), type(is_neox), type(enable_pdl)
+            )  # fmt: skip
             plan = DECODE_CALLS.find(flags, given)
             if plan is not None and plan.again(given):
                 return q

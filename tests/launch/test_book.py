@@ -63,7 +63,7 @@ def test_a_plan_found_by_key_is_the_one_found_by_guard(fake_driver):
 
 def test_run_keyed_after_find_makes_no_second_plan(fake_driver):
     book, call = Book(DECODE), resolved(Append(**build(GOOD, "cpu").arguments()))
-    flags, given = identify(call)
+    flags, given = identify(call, len(Append.ROLES))
     assert book.find(flags, given) is None
     book.run_keyed(call, flags, given)
     plan = book.find(flags, given)
@@ -87,11 +87,21 @@ def test_prefills_rotations_and_ops_keep_one_plan_each_too(fake_driver):
 def test_flags_of_another_type_are_another_call(fake_driver):
     """1 is True to Python, and the checks refuse it."""
     case = build(GOOD, "cpu")
-    decode_rope.rope_append_decode(**case.arguments())
-    for changes in ({"is_neox": 1}, {"tokens_per_request": True}, {"tokens_per_request": 1.0}):
-        with pytest.raises(TypeError):
-            decode_rope.rope_append_decode(**case.arguments() | changes)
-    assert len(plans_of(DECODE_CALLS)) == 1
+    good = case.arguments() | {"enable_pdl": False}
+    for function, book in ((decode_rope.rope_append_decode, DECODE_CALLS), (decode_rope.rope_append_prefill, PREFILL_CALLS)):
+        function(**good)
+        for changes in ({"is_neox": 1}, {"tokens_per_request": True}, {"tokens_per_request": 1.0}, {"enable_pdl": 0}):
+            with pytest.raises(TypeError):
+                function(**good | changes)
+        assert len(plans_of(book)) == 1
+
+
+def test_a_call_may_be_given_as_fields(fake_driver):
+    """Plain ones find the plan of a record, and the other way round."""
+    book, call = Book(DECODE), resolved(Append(**build(GOOD, "cpu").arguments()))
+    for fields in (call, tuple(call), call):
+        book.run(fields)
+    assert len(plans_of(book)) == 1 and len(fake_driver.launches) == 3
 
 
 def test_the_reference_needs_no_plan():
