@@ -104,6 +104,7 @@ class DecodeRope:
         self.heads = (num_q_heads, num_kv_heads, head_dim, v_head_dim)
         self.page_size, self.dtype = page_size, dtype
         self.kv_dtype, self.dynamic_scales = dtype if kv_dtype is None else kv_dtype, dynamic_scales
+        self._paged = addressing == "block_table"
         self.addressing, self.positions_dtype, self.index_dtype = addressing, positions_dtype, index_dtype
         self.optional = {"cache_positions": cache_positions, "q_out": q_out, "k_out": k_out, "q_token_scale": q_token_scale}
         self.axes = axes
@@ -182,9 +183,10 @@ class DecodeRope:
         unusual = (q_out, k_out, cache_positions, q_token_scale, k_scale, v_scale, q_scale)
         if not compiling and k is not None and unusual == _NONE:
             # The usual call, whose identity costs less to tell.
-            index, other = (block_table, slot_mapping) if self.addressing == "block_table" else (slot_mapping, block_table)
-            if other is None and self.cos_sin is not None:
-                given, flags = (q, k, v, k_cache, v_cache, self.cos_sin, positions, index, *self._held), ()
+            index, other = (block_table, slot_mapping) if self._paged else (slot_mapping, block_table)
+            cos_sin = self.cos_sin
+            if other is None and cos_sin is not None:
+                given, flags = (q, k, v, k_cache, v_cache, cos_sin, positions, index, *self._held), ()
                 plan = self._calls.find(flags, given)
                 if plan is not None and plan.again(given):
                     return q
