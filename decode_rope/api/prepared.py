@@ -1,5 +1,7 @@
 """`DecodeRope`: a decode step's launches with the static facts checked once, compiled ahead, and bound to buffers."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -16,6 +18,7 @@ from ..launch.decode import DECODE, Geometry, check_geometry, decode_geometry
 from ..launch.driver import machine
 from ..launch.plan import Plan, addresses_of
 from ..launch.platform import INTERPRETED, check_pdl
+from .tuning import candidates_for, fastest
 
 _ADDRESSING = ("block_table", "slot_mapping")
 _NONE = (None,) * 7
@@ -113,6 +116,7 @@ class DecodeRope:
             "tokens_per_request": tokens_per_request, "is_neox": is_neox, "kv_layout": kv_layout, "enable_pdl": enable_pdl,
             "kv_dtype": kv_dtype, "metadata_ready": metadata_ready, "geometry": geometry,
         }  # fmt: skip
+        self.tuned: dict[int, Geometry] = {}
         # Tensors that every call has, in the order of the record.
         self._held = tuple([x for name in Append.ROLES if isinstance(x := self._fixed.get(name), Tensor)])
         self._calls = Book(DECODE, self._check)
@@ -150,6 +154,49 @@ class DecodeRope:
                 Plan(DECODE, call, self.device)
                 Plan(DECODE, call, self.device, aligned=False)
         return self
+
+    def tune(
+        self,
+        step: Callable[[], object],
+        num_tokens: int,
+        *,
+        together_with: Sequence["DecodeRope"] = (),
+        candidates: Sequence[Geometry] | None = None,
+    ) -> Geometry:
+        """Choose the geometry of calls of `num_tokens` tokens by timing your own step with each of some candidates.
+
+        Results never depend on it. Where attention is launched early (PDL), its programs land beside ours, and a step can take
+        up to 5 % more or less time. The choice is kept in `tuned`, by number of tokens, and may be saved and assigned again;
+        launches bound before keep the geometry that they have.
+
+        Args:
+            step: runs a whole step on the current stream, with this op called or bound anew in it. It is run and captured in a
+                CUDA graph once for each candidate, so it must be fit for that; its outputs are written again and again.
+            num_tokens: of the step.
+            together_with: the ops of other layers in the same step, which get the same geometry.
+            candidates: geometries to try; the first one is kept unless another saves 0.3 % or more. None: a dozen around the
+                measured choice.
+        Returns:
+            The geometry chosen.
+        Raises:
+            ValueError: the op is not on a CUDA device.
+        """
+        check_integer("num_tokens", num_tokens, 1)
+        if self.device.type != "cuda":
+            raise ValueError(f"device: expected an op on a CUDA device, whose launches can be timed, got {self.device}")
+        ops = (self, *together_with)
+
+        def choose(geometry: Geometry) -> None:
+            for op in ops:
+                op.tuned[num_tokens] = geometry
+                op._calls.clear()
+
+        tried = candidates_for(num_tokens, *self.heads[:3]) if candidates is None else list(candidates)
+        for geometry in tried:
+            check_geometry(geometry)
+        chosen = fastest(choose, step, tried)
+        choose(chosen)
+        return chosen
 
     def __call__(
         self,
@@ -218,7 +265,10 @@ class DecodeRope:
 
     def _call(self, q, k, v, k_cache, v_cache, positions, k_scale=None, v_scale=None, **optional) -> Append:
         scales = scale_fields(k_scale, v_scale)
-        return Append(q, k, v, k_cache, v_cache, self.cos_sin, positions, **scales, **optional, **self._fixed)
+        fixed = self._fixed
+        if self.tuned and q.shape[0] in self.tuned:
+            fixed = fixed | {"geometry": self.tuned[q.shape[0]]}
+        return Append(q, k, v, k_cache, v_cache, self.cos_sin, positions, **scales, **optional, **fixed)
 
     def _example(self, num_tokens: int, device: torch.device) -> Append:
         """A call such as this op will be given, with tensors of the right shapes and no meaning."""

@@ -4,8 +4,9 @@ import pytest
 import torch
 from cases import bits
 
-from decode_rope import apply_rope, axes, reference, rope_append_prefill
+from decode_rope import apply_rope, reference, rope_append_prefill
 from decode_rope.append.faults import fault_buffer
+from decode_rope.tables import axes
 
 pytestmark = pytest.mark.anywhere
 ROWS, TOKENS = 40, 11

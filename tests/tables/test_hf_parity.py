@@ -40,10 +40,10 @@ from hf_models import (
 )  # fmt: skip
 from hf_published import PUBLISHED
 
+from decode_rope.tables import RopeTable
 from decode_rope.tables import table as tables
 from decode_rope.tables.hf import config as hf_config
 from decode_rope.tables.hf import families as hf_families
-from decode_rope.tables import RopeTable
 
 ROWS = 4096
 POSITIONS = (0, 1, 4095)

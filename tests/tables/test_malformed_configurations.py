@@ -1,4 +1,4 @@
-"""A config.json is a file from somebody else: a value of a wrong type is refused by the name of its field, and never makes a table."""
+"""A config.json is a file from somebody else: a value of a wrong type is refused by the name of its field and makes no table."""
 
 import math
 

@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 
-from decode_rope.tables import axes, scaling
+from decode_rope.tables import RopeTable, axes, scaling
 from decode_rope.tables import table as tables
 from decode_rope.tables.hf import config as hf_config
-from decode_rope.tables import RopeTable
 
 LLAMA = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 256, "rope_theta": 5e5}
 QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
