@@ -24,8 +24,8 @@ from .rotation import (
     load_span,
     locate,
     report_faults,
-    row_pointers,
-    steps,
+    rows,
+    slots,
     store_pairs,
     store_span,
     tile_rows,
@@ -47,8 +47,8 @@ def _q_tile(
 ):  # fmt: skip
     CHANGES_TAIL: tl.constexpr = NORM > 0 or token_scale_ptr is not None or CODE > 0
     token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH, H % BH == 0)
-    src = _rows(q, token, head, ALIGN)
-    dst = _rows(q_out, token, head, ALIGN)
+    src = rows(q, token, head, ALIGN)
+    dst = rows(q_out, token, head, ALIGN)
     if R > 0 or CHANGES_TAIL:
         if not PREFETCH:
             pairs, tail = _load_row(src, ok, D, R, NEOX, CHANGES_TAIL)
@@ -78,20 +78,6 @@ def _q_tile(
         gdc_wait()
     if Q_OUT and R < D and not CHANGES_TAIL:
         copy_span(src, dst, ok, ok, R, D - R)
-
-
-@triton.jit
-def _rows(tensor, token, head, ALIGN: tl.constexpr):
-    """Pointers to the rows of a tensor, which is (pointer, stride of tokens, stride of heads)."""
-    ptr, stride_t, stride_h = tensor
-    return row_pointers(ptr, steps(token, stride_t) + steps(head, stride_h), ALIGN)
-
-
-@triton.jit
-def _slots(cache, page, offset, head, ALIGN: tl.constexpr):
-    """Pointers to the rows of a cache, which is (pointer, strides of pages, of offsets in them, of heads)."""
-    ptr, stride_p, stride_t, stride_h = cache
-    return row_pointers(ptr, steps(page, stride_p) + steps(offset, stride_t) + steps(head, stride_h), ALIGN)
 
 
 @triton.jit
@@ -179,8 +165,8 @@ def _k_tile(
     BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr, FENCE: tl.constexpr,
 ):  # fmt: skip
     token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH, H % BH == 0)
-    src = _rows(k, token, head, ALIGN)
-    out = _rows(k_out, token, head, ALIGN)
+    src = rows(k, token, head, ALIGN)
+    out = rows(k_out, token, head, ALIGN)
     if not PREFETCH:
         pairs, tail = _load_row(src, ok, D, R, NEOX, True)
     pos = load_per_token(positions[0], token, num_tokens, BT, EVICT)
@@ -193,7 +179,7 @@ def _k_tile(
         token, pos, where, num_tokens, max_position,
         R > 0 and AXES == 0, PAGED, PAGE, TOKENS_PER_REQUEST, OWN_CACHE_POSITIONS, BT, EVICT,
     )  # fmt: skip
-    slot = _slots(k_cache, page, offset, head, ALIGN_CACHE)
+    slot = slots(k_cache, page, offset, head, ALIGN_CACHE)
     live = ok & (head * 0 + writes > 0)
     angles, bad = _angles(cos_sin_ptr, positions, token, pos, head, num_tokens, max_position, R, AXES, ALIGN_TABLE, BT)
     if R > 0 and AXES > 0:
@@ -232,7 +218,7 @@ def _codes(
     strides of pages, of offsets in them, of heads)."""
     if DYNAMIC:
         given_scale = (row_scale(pairs, tail, D, R, CODE),)
-        tl.store(_slots(scale, page, offset, head, 4), given_scale[0], mask=live)
+        tl.store(slots(scale, page, offset, head, 4), given_scale[0], mask=live)
     return quantised_row(pairs, tail, given_scale, D, R, CODE, NATIVE_CAST)
 
 
@@ -245,7 +231,7 @@ def _v_tile(
     BT: tl.constexpr, BH: tl.constexpr, PREFETCH: tl.constexpr, FENCE: tl.constexpr,
 ):  # fmt: skip
     token, head, ok = tile_rows(block, group, num_tokens, H, BT, BH, H % BH == 0)
-    src = _rows(v, token, head, ALIGN)
+    src = rows(v, token, head, ALIGN)
     if not PREFETCH:
         x = load_span(src, ok, 0, DV)
     pos = load_per_token(positions[0], token, num_tokens, BT, EVICT)
@@ -261,7 +247,7 @@ def _v_tile(
         ptr, stride_axis, axis_map_ptr = positions
         bad = past_table(ptr, token, token < num_tokens, pos, stride_axis, axis_map_ptr, max_position, R, AXES)
         writes = tl.where(bad >= 0, 0, writes)
-    slot = _slots(v_cache, page, offset, head, ALIGN_CACHE)
+    slot = slots(v_cache, page, offset, head, ALIGN_CACHE)
     if PREFETCH:
         gdc_wait()
         x = load_span(src, ok, 0, DV)

@@ -93,6 +93,20 @@ def row_pointers(ptr, offset, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def rows(tensor, token, head, ALIGN: tl.constexpr):
+    """Pointers to the rows of a tensor, which is (pointer, stride of tokens, stride of heads)."""
+    ptr, stride_t, stride_h = tensor
+    return row_pointers(ptr, steps(token, stride_t) + steps(head, stride_h), ALIGN)
+
+
+@triton.jit
+def slots(cache, page, offset, head, ALIGN: tl.constexpr):
+    """Pointers to the rows of a cache, which is (pointer, strides of pages, of offsets in them, of heads)."""
+    ptr, stride_p, stride_t, stride_h = cache
+    return row_pointers(ptr, steps(page, stride_p) + steps(offset, stride_t) + steps(head, stride_h), ALIGN)
+
+
+@triton.jit
 def round_to(x, dtype: tl.constexpr):
     """`x`, which is fp32 or of `dtype` already, to `dtype`: to nearest even."""
     if x.dtype == dtype:
