@@ -3,13 +3,13 @@
 Rooms, from the top down; imports point down only:
 
     cli/        the commands                demo/     a small model that decodes through the package
-    api/        functions.py  prepared.py (DecodeRope, bind)  tuning.py  registry.py (get_op)
-    compile/    PyTorch operators for torch.compile: operators.py (what all share)  append.py  rope.py
-    launch/     spec.py (what differs from kernel to kernel)  decode.py  prefill.py  rope.py  append.py (what appends share)
+    api/        functions.py  mla.py  prepared.py (DecodeRope)  bound.py (what prepared ops share)  tuning.py  registry.py (get_op)
+    compile/    PyTorch operators for torch.compile: operators.py (what all share)  append.py  mla.py  rope.py
+    launch/     spec.py (what differs from kernel to kernel)  decode.py  prefill.py  mla.py  rope.py  append.py (what appends share)
                 book.py (finds plans)  plan.py  compiled.py  driver.py  platform.py  tiles.py
-    append/     arguments.py (the records and the roles of their tensors)  checks.py  rules.py  layout.py  norm.py  codes.py
+    append/     arguments.py (the records and the roles of their tensors)  checks.py  mla.py  rules.py  layout.py  norm.py  codes.py
                 faults.py
-    kernels/    decode.py  prefill.py  rope.py, made of rotation.py  heads.py  norm.py  quant.py
+    kernels/    decode.py  prefill.py  mla.py  rope.py, made of rotation.py  heads.py  norm.py  quant.py
     reference.py  tables/ (RopeTable; hf/ reads configurations)  cache.py: know nobody
 
 The way of a call:
@@ -33,10 +33,11 @@ To add
 
 from . import reference
 from .api.functions import apply_rope, rope_append_decode, rope_append_prefill
+from .api.mla import DecodeMLA, rope_append_mla_decode, rope_append_mla_prefill
 from .api.prepared import DecodeRope
 from .api.registry import get_op
 from .append.faults import check_faults
-from .append.norm import QKNorm
+from .append.norm import LatentNorm, QKNorm
 from .cache import CacheFull, PagedKVCache
 from .tables import RopeTable
 
@@ -44,7 +45,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CacheFull",
+    "DecodeMLA",
     "DecodeRope",
+    "LatentNorm",
     "PagedKVCache",
     "QKNorm",
     "RopeTable",
@@ -54,5 +57,7 @@ __all__ = [
     "get_op",
     "reference",
     "rope_append_decode",
+    "rope_append_mla_decode",
+    "rope_append_mla_prefill",
     "rope_append_prefill",
 ]

@@ -133,6 +133,52 @@ def rope_append_prefill(
     return out
 
 
+def rope_append_mla_decode(q_pe: Tensor, k_pe: Tensor, kv_c: Tensor, cache, cos_sin_cache, positions: Tensor, **options) -> Tensor:
+    """`decode_rope.rope_append_mla_decode`: as `rope_append_mla_prefill`, without `cu_seqlens_q`."""
+    return rope_append_mla_prefill(q_pe, k_pe, kv_c, cache, cos_sin_cache, positions, **options)
+
+
+def rope_append_mla_prefill(
+    q_pe: Tensor,
+    k_pe: Tensor,
+    kv_c: Tensor,
+    cache,
+    cos_sin_cache,
+    positions: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    kv_norm=None,
+    q_out: Tensor | None = None,
+    interleaved_in: bool = True,
+    interleaved_out: bool | None = None,
+    **options,
+) -> Tensor:
+    """`decode_rope.rope_append_mla_prefill`, same arguments and effects; `faults` as in `rope_append_prefill`.
+
+    A latent append is an append of one KV head, whose key is `k_pe` and whose value is the normalised latent."""
+    interleaved_in = not getattr(cos_sin_cache, "is_neox", not interleaved_in)
+    interleaved_out = interleaved_in if interleaved_out is None else interleaved_out
+    table = getattr(cos_sin_cache, "cos_sin_cache", cos_sin_cache)
+    k, latents = k_pe.reshape(len(k_pe), 1, -1), kv_c.reshape(len(kv_c), 1, -1)
+    size = latents.shape[-1]
+    if kv_norm is not None:
+        latents = rms_norm(latents.float(), kv_norm.weight, kv_norm.eps, 0.0, 0, True).to(kv_c.dtype)
+    latent_cache, rope_cache = cache if isinstance(cache, tuple | list) else (cache[..., :size], cache[..., size:])
+    caches = [x.unsqueeze(2) if x.dim() == 3 else x for x in (rope_cache, latent_cache)]
+    q, out = q_pe, q_pe if q_out is None else q_out
+    if table is not None and interleaved_in != interleaved_out:  # rows that turn are brought into the order that is written
+        request = torch.zeros_like(positions) if cu_seqlens_q is None else sequence_of(cu_seqlens_q, len(q))
+        turns = (positions >= 0) & (positions < len(table)) & (request >= 0)
+        read, written = pair_slices(q.shape[-1], not interleaved_in), pair_slices(q.shape[-1], not interleaved_out)
+        q, k = q.clone(), k.clone()
+        for source, place in zip(read, written, strict=True):
+            q[..., place] = torch.where(turns[:, None, None], q_pe[..., source], q_pe[..., place])
+            k[..., place] = k_pe.reshape(k.shape)[..., source]
+    return rope_append_prefill(
+        q, k, latents, *caches, table, positions, cu_seqlens_q=cu_seqlens_q, is_neox=not interleaved_out, q_out=out, **options
+    )
+
+
 def store(pages: Tensor, places: tuple[Tensor, Tensor], rows: Tensor, scale: Tensor | None, kv_dtype: torch.dtype | None) -> None:
     """Write rows `[n, H, D]` to their places in `[pages, page_size, H, D]`: rounded to its dtype, or as codes of it.
 

@@ -6,25 +6,22 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..append.arguments import INDEX, ROW, SCALE, Append, given_tensors, of_table, resolved, scale_fields
+from ..append.arguments import INDEX, ROW, SCALE, Append, of_table, resolved, scale_fields
 from ..append.codes import CODES, cache_dtype
 from ..append.layout import cache_view
 from ..append.norm import QKNorm, norm_fields
 from ..append.rules import check_integer, check_table
 from ..compile import append as operators
-from ..launch import driver, platform
 from ..launch.book import Book
 from ..launch.decode import DECODE, Geometry, check_geometry, decode_geometry
-from ..launch.driver import machine
-from ..launch.plan import Plan, addresses_of
-from ..launch.platform import INTERPRETED, check_pdl
+from ..launch.platform import check_pdl
+from .bound import ADDRESSING, Bound, Prepared, check_addressing, device_of
 from .tuning import candidates_for, fastest
 
-_ADDRESSING = ("block_table", "slot_mapping")
 _NONE = (None,) * 7
 
 
-class DecodeRope:
+class DecodeRope(Prepared):
     """`rope_append_decode` for one attention shape: what cannot change is said here, once, and everything it may launch can be
     compiled before a CUDA graph is captured.
 
@@ -54,6 +51,8 @@ class DecodeRope:
     Raises:
         TypeError, ValueError: a fact is at fault; it is named.
     """
+
+    spec = DECODE
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class DecodeRope:
         geometry: Geometry | None = None,
     ):
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        _check_addressing(addressing)
+        check_addressing(addressing)
         index_dtype = index_dtype or (torch.int32 if addressing == "block_table" else torch.int64)
         sizes = {"num_q_heads": num_q_heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "page_size": page_size}
         for name, number, least in [*((name, n, 1) for name, n in sizes.items()), ("num_kv_heads", num_kv_heads, 0)]:
@@ -99,7 +98,7 @@ class DecodeRope:
             raise ValueError("k_out, cache_positions: expected False with num_kv_heads=0, which has no k and no cache")
         if geometry is not None:
             check_geometry(geometry)
-        self.device = _device(device)
+        self.device = device_of(device)
         self.cos_sin, is_neox, axis_map = of_table(cos_sin_cache, is_neox, axis_map)
         check_integer("axes", axes, 0)
         if axes and axis_map is None:
@@ -127,33 +126,8 @@ class DecodeRope:
         for name, x in fixed.items():
             if isinstance(x, Tensor) and x.device != self.device:
                 raise ValueError(f"{name}: expected device {self.device}, got {x.device}; use .to(device)")
-        # The rules for everything but where tensors are, on an example that costs no memory of the device.
-        example = self._example(1, torch.device("cpu"))
-        elsewhere = {
-            name: torch.empty_like(x, device="cpu") for name, x in given_tensors(example).items() if x.device.type != "cpu"
-        }
-        DECODE.check(example._replace(**(elsewhere | {"cos_sin_cache": None})))
+        self._check_facts()
         check_pdl(enable_pdl, self.device)
-
-    def warmup(self, max_tokens: int) -> "DecodeRope":
-        """Compile and load every kernel that calls of up to `max_tokens` tokens may launch; nothing is launched or written.
-
-        After it, any such call, bound or not, may be captured in a CUDA graph; only steps and sizes of 2^31 and more need another
-        kernel. Returns self.
-        """
-        if not isinstance(max_tokens, int) or max_tokens < 1:
-            raise ValueError(f"max_tokens: expected an int of at least 1, got {max_tokens!r}")
-        if platform.runs_reference(self.device):
-            return self
-        done = set()
-        for num_tokens in range(1, max_tokens + 1):
-            geometry = self._fixed["geometry"] or decode_geometry(num_tokens, *self.heads[:3])
-            if geometry not in done:
-                done.add(geometry)
-                call = self._example(num_tokens, torch.device("meta"))
-                Plan(DECODE, call, self.device)
-                Plan(DECODE, call, self.device, aligned=False)
-        return self
 
     def tune(
         self,
@@ -251,17 +225,19 @@ class DecodeRope:
             self._calls.run_keyed(call, flags, given)
         return q if q_out is None else q_out
 
-    def bind(self, q, k, v, k_cache, v_cache, positions, **optional) -> "Bound":
+    def bind(self, q, k, v, k_cache, v_cache, positions, **optional) -> Bound:
         """Freeze all buffers: the result launches on them, with no argument, as often as it is called.
 
         Takes the arguments of a call. What the tensors hold is read at each launch; where they are is not, so keep writing into the
         same ones. Raises as a call does; nothing is launched.
         """
-        call = resolved(self._call(q, k, v, k_cache, v_cache, positions, **optional))
-        self._check(call)
-        if platform.runs_reference(self.device) or q.shape[0] == 0:
-            return Bound(call, None)
-        return Bound(call, Plan(DECODE, call, self.device))
+        return self._bound(resolved(self._call(q, k, v, k_cache, v_cache, positions, **optional)))
+
+    def _geometry_of(self, num_tokens: int) -> Geometry:
+        return decode_geometry(num_tokens, *self.heads[:3])
+
+    def _appends(self, call: Append) -> bool:
+        return call.k is not None
 
     def _call(self, q, k, v, k_cache, v_cache, positions, k_scale=None, v_scale=None, **optional) -> Append:
         scales = scale_fields(k_scale, v_scale)
@@ -301,23 +277,12 @@ class DecodeRope:
         positions = make(*((self.axes, num_tokens) if self.axes else (num_tokens,)), dtype=self.positions_dtype)
         return self._call(q, k, v, k_cache, v_cache, positions, **optional)
 
-    def _check(self, call: Append) -> None:
-        """The rules for any call, then those of this op."""
-        self._check_addressing_of(call)
-        DECODE.check(call)
-        self._check_built_for(call)
-
-    def _check_addressing_of(self, call: Append) -> None:
-        wanted, unwanted = _ADDRESSING if self.addressing == "block_table" else _ADDRESSING[::-1]
-        if getattr(call, unwanted) is not None or (getattr(call, wanted) is None and call.k is not None):
-            raise ValueError(f"{wanted}: expected it, and no {unwanted}, as this op was built; see `addressing`")
-
     def _check_built_for(self, call: Append) -> None:
         """Is it what this op was built, and compiled, for?"""
         self._check_addressing_of(call)
         wanted = self._example(call.q.shape[0], torch.device("meta"))
         for name, role in Append.ROLES.items():
-            if role.kind not in (ROW, INDEX, SCALE) or name in (*_ADDRESSING, "axis_map"):
+            if role.kind not in (ROW, INDEX, SCALE) or name in (*ADDRESSING, "axis_map"):
                 continue
             got, want = getattr(call, name), getattr(wanted, name)
             if (got is None) != (want is None):
@@ -343,67 +308,3 @@ class DecodeRope:
             )
         if call.q.device != self.device:
             raise ValueError(f"q: expected device {self.device}, as this op was built, got {call.q.device}")
-
-
-class Bound:
-    """One launch with every buffer frozen: calling it takes no argument and returns rotated q.
-
-    Attributes:
-        plan: the plan it launches; None for the reference and for no tokens.
-        addresses: what the plan is launched on, by kernel parameter.
-    """
-
-    __slots__ = ("_call", "_device", "_output", "_packed", "addresses", "plan")
-
-    def __init__(self, call: Append, plan: Plan | None):
-        self._call = call
-        self._output = call.q if call.q_out is None else call.q_out
-        self._packed = {}
-        self.addresses = addresses_of(call)
-        self.plan = plan and plan.fitting(call, self.addresses)
-        self._device = plan and plan.device
-
-    def __call__(self) -> Tensor:
-        device = self._device
-        if self._packed and machine.device() == device and not machine.hooks:
-            packed = self._packed.get(machine.stream(device))
-            if packed is not None:
-                if machine.cu_launch(*packed):
-                    driver.launch(packed)
-                return self._output
-        return self._first_on_stream()
-
-    def _first_on_stream(self) -> Tensor:
-        """Any launch but a repeated one: the first on a stream, one through `kernel[grid]`, or the reference."""
-        plan = self.plan
-        if plan is None:
-            if self._call.q.shape[0] > 0:
-                DECODE.reference(self._call)
-        elif INTERPRETED or not plan.compiled.direct or machine.hooks:
-            plan.launch(self._call, self.addresses)
-        else:
-            with torch.cuda.device(self._device):
-                stream = machine.stream(self._device)
-                self._packed[stream] = plan.pack(self.addresses, stream)
-                driver.launch(self._packed[stream])
-        return self._output
-
-
-def _check_addressing(addressing) -> None:
-    if not isinstance(addressing, str) or addressing not in _ADDRESSING:
-        raise ValueError(f'addressing: expected "block_table" or "slot_mapping", got {addressing!r}')
-
-
-def _device(device) -> torch.device:
-    """`device` with its index; None is the current CUDA device."""
-    if device is None and not torch.cuda.is_available():
-        raise ValueError('device: expected "cpu" or a CUDA device, because this process has no current CUDA device, got None')
-    if device is not None and not isinstance(device, str | torch.device | int):
-        raise TypeError(f"device: expected a torch.device, a string or None, got {type(device).__name__}")
-    try:
-        device = torch.device("cuda" if device is None else device)
-    except RuntimeError as error:
-        raise ValueError(f"device: expected a CUDA device or cpu, got {device!r}: {error}") from None
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -1,4 +1,4 @@
-"""The records that every kernel's path uses: the tensors and flags of an append, and those of a rotation alone.
+"""The records that every kernel's path uses: the tensors and flags of an append, of one to a latent cache, and of a rotation alone.
 
 Fields have the names of the public arguments. The tensors come first; `ROLES` says of each what it is to a kernel.
 """
@@ -106,9 +106,60 @@ class Append(NamedTuple):
     @property
     def requests(self) -> int:
         """Rows of the block table that the tokens look into."""
-        if self.cu_seqlens_q is not None:
-            return self.cu_seqlens_q.shape[0] - 1
-        return -(-self.q.shape[0] // self.tokens_per_request)
+        return _requests(self, self.q.shape[0])
+
+
+_MLA = {
+    "q_pe": Role(ROW, "q_ptr", None),
+    "k_pe": Role(ROW, "k_ptr", None),
+    "kv_c": Role(ROW, "kv_ptr", None),
+    "cache": Role(CACHE, "cache_ptr", None),
+    "rope_cache": Role(CACHE, "rope_cache_ptr", None),
+    "cos_sin_cache": Role(TABLE, "cos_sin_ptr", None),
+    "positions": Role(INDEX, "positions_ptr", None),
+    "block_table": Role(INDEX, "index_ptr", None),
+    "slot_mapping": Role(INDEX, "index_ptr", None),
+    "cache_positions": Role(INDEX, "cache_positions_ptr", None),
+    "cu_seqlens_q": Role(INDEX, "cu_seqlens_ptr", None),
+    "q_out": Role(ROW, "q_out_ptr", "q_pe"),
+    "kv_weight": Role(WEIGHT, "kv_weight_ptr", None),
+}
+
+
+class MLAAppend(NamedTuple):
+    """One append of multi-head latent attention. Shapes and meanings are those of `decode_rope.rope_append_mla_prefill`.
+
+    A pair of caches is `cache` and `rope_cache`. A `LatentNorm` is taken apart into `kv_weight` and `eps`, which is None without a
+    norm. `metadata_ready` and `geometry` are those of `DecodeMLA`.
+    """
+
+    q_pe: Tensor
+    k_pe: Tensor
+    kv_c: Tensor
+    cache: Tensor
+    rope_cache: Tensor | None
+    cos_sin_cache: Tensor | None
+    positions: Tensor
+    block_table: Tensor | None = None
+    slot_mapping: Tensor | None = None
+    cache_positions: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    q_out: Tensor | None = None
+    kv_weight: Tensor | None = None
+    tokens_per_request: int = 1
+    interleaved_in: bool = True
+    interleaved_out: bool = True
+    enable_pdl: bool | None = None
+    eps: float | None = None
+    metadata_ready: bool = False
+    geometry: Any = None
+
+    ROLES = _MLA
+
+    @property
+    def requests(self) -> int:
+        """Rows of the block table that the tokens look into."""
+        return _requests(self, self.q_pe.shape[0])
 
 
 _ROTATION = {
@@ -138,7 +189,13 @@ class Rotation(NamedTuple):
     ROLES = _ROTATION
 
 
-Record = Append | Rotation
+Record = Append | MLAAppend | Rotation
+
+
+def _requests(call: Append | MLAAppend, num_tokens: int) -> int:
+    if call.cu_seqlens_q is not None:
+        return call.cu_seqlens_q.shape[0] - 1
+    return -(-num_tokens // call.tokens_per_request)
 
 
 def given_tensors(call: Record) -> dict[str, Tensor]:
@@ -191,3 +248,15 @@ def resolved(call: Append) -> Append:
     if call.k is None and isinstance(call.k_cache, Tensor | None) and isinstance(call.v_cache, Tensor | None):
         call = call._replace(k_cache=None, v_cache=None)
     return call
+
+
+def mla_fields(cache, cos_sin_cache, interleaved_in, interleaved_out) -> tuple:
+    """(cache, rope_cache, table, interleaved_in, interleaved_out) of a call: a pair of caches and a `RopeTable` taken apart, pairs
+    written as they are read unless the call says otherwise."""
+    rope_cache = None
+    if isinstance(cache, tuple | list) and len(cache) == 2:
+        cache, rope_cache = cache
+    if cos_sin_cache is not None and not isinstance(cos_sin_cache, Tensor):
+        interleaved_in = not getattr(cos_sin_cache, "is_neox", not interleaved_in)
+        cos_sin_cache = getattr(cos_sin_cache, "cos_sin_cache", cos_sin_cache)
+    return cache, rope_cache, cos_sin_cache, interleaved_in, interleaved_in if interleaved_out is None else interleaved_out

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from .arguments import Append, Rotation, given_tensors
+from .arguments import Append, MLAAppend, Rotation, given_tensors
 from .codes import CODES, DYNAMIC, cache_dtype, is_float8
 from .layout import cache_view, share_memory
 from .rules import (
@@ -57,9 +57,9 @@ def check_append(call: Append, *, prefill: bool) -> None:
         for row in ("k", "v"):
             _scale(call, row)
     if call.cu_seqlens_q is not None:
-        _cu_seqlens(call)
+        check_cu_seqlens(call)
     if k is not None and not live:
-        _addressing(call, prefill)
+        check_addressing(call, q.shape[0], cache_view(call.k_cache, call.kv_layout).page_size, prefill)
     if call.k_out is not None:
         check_like("k_out", call.k_out, "k", k)
     if call.q_out is not None:
@@ -73,7 +73,9 @@ def check_append(call: Append, *, prefill: bool) -> None:
         given = {name: x for name, x in given.items() if name not in ("k_cache", "v_cache")}
     check_device("q", given)
     check_needs_no_grad(given)
-    check_aliasing(given)
+    in_place = "q" if call.q_out is None else "q_out"
+    written = (in_place, "k_out", "k_cache", "v_cache", "k_scale_out", "v_scale_out")
+    check_aliasing(given, written, {"q_out": "q", "k_out": "k"})
 
 
 def _activations(call: Append, live: bool) -> None:
@@ -118,7 +120,7 @@ def _positions(call: Append) -> None:
     if call.axis_map is not None:
         check_axis_map(call.axis_map, call.cos_sin_cache)
     if positions.dim() != 2:
-        _per_token("positions", positions, num_tokens)
+        check_per_token("positions", positions, num_tokens)
         return
     check_index_dtype("positions", positions)
     if positions.shape[1] != num_tokens:
@@ -152,7 +154,7 @@ def _factors(call: Append) -> None:
         check_dense("q_token_scale", call.q_token_scale)
 
 
-def _per_token(name: str, x, num_tokens: int) -> None:
+def check_per_token(name: str, x, num_tokens: int) -> None:
     """The rules for an index tensor of one entry a token."""
     check_tensor(name, x)
     check_index_dtype(name, x)
@@ -283,7 +285,7 @@ def _same_pages(call: Append) -> None:
         )
 
 
-def _cu_seqlens(call: Append) -> None:
+def check_cu_seqlens(call: Append | MLAAppend) -> None:
     cu_seqlens = call.cu_seqlens_q
     check_tensor("cu_seqlens_q", cu_seqlens)
     check_index_dtype("cu_seqlens_q", cu_seqlens)
@@ -296,12 +298,11 @@ def _cu_seqlens(call: Append) -> None:
         )
 
 
-def _addressing(call: Append, prefill: bool) -> None:
+def check_addressing(call: Append | MLAAppend, num_tokens: int, page_size: int, prefill: bool) -> None:
     """The rules for the block table or the slot mapping, and for `cache_positions`."""
     if (call.block_table is None) == (call.slot_mapping is None):
         got = "neither" if call.block_table is None else "both"
         raise ValueError(f"block_table, slot_mapping: expected exactly one of them, got {got}")
-    num_tokens = call.q.shape[0]
     if call.slot_mapping is not None:
         _slot_mapping(call.slot_mapping, num_tokens)
         if call.cache_positions is not None:
@@ -319,11 +320,11 @@ def _addressing(call: Append, prefill: bool) -> None:
         )
     check_last_dim("block_table", table)
     # A negative place is past every column only if the columns hold fewer than 2^63 places.
-    columns, page_size = table.shape[1], cache_view(call.k_cache, call.kv_layout).page_size
+    columns = table.shape[1]
     if columns * page_size >= 2**63:
         raise ValueError(f"block_table: expected fewer than 2^63 places a row, got {columns} columns of pages of {page_size}")
     if call.cache_positions is not None:
-        _per_token("cache_positions", call.cache_positions, num_tokens)
+        check_per_token("cache_positions", call.cache_positions, num_tokens)
 
 
 def _slot_mapping(slots, num_tokens: int) -> None:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .arguments import CACHE, ROW, Append
+from .arguments import CACHE, ROW, Append, MLAAppend
 
 KV_LAYOUTS = ("NHD", "HND")
 
@@ -62,6 +62,20 @@ def append_steps(call: Append) -> dict[str, Step]:
     return found
 
 
+def mla_steps(call: MLAAppend) -> dict[str, Step]:
+    """`append_steps` of a latent append: tokens of all rows, heads of q, pages of caches and offsets in them."""
+    q, out, k, kv = call.q_pe, call.q_pe if call.q_out is None else call.q_out, call.k_pe, call.kv_c
+    rows = {"q_t": (q, 0), "q_h": (q, 1), "qo_t": (out, 0), "qo_h": (out, 1), "k_t": (k, 0), "kv_t": (kv, 0)}
+    caches = {"c_p": (call.cache, 0), "c_t": (call.cache, 1)}
+    if call.rope_cache is not None:
+        caches |= {"rc_p": (call.rope_cache, 0), "rc_t": (call.rope_cache, 1)}
+    return {
+        f"stride_{name}": Step(x.stride(dim), x.shape[dim], x.element_size(), kind)
+        for kind, found in ((ROW, rows), (CACHE, caches))
+        for name, (x, dim) in found.items()
+    }
+
+
 def scale_steps(call: Append) -> dict[str, int]:
     """The strides of the scales of caches, in elements, by name: 0 where all pages, tokens or heads share one."""
     found = {}
@@ -77,7 +91,7 @@ def scale_steps(call: Append) -> dict[str, int]:
     return found
 
 
-def index_shape(call: Append) -> tuple[int, int]:
+def index_shape(call: Append | MLAAppend) -> tuple[int, int]:
     """(number of columns, row stride) of a block table; (number of slots, 0) of a slot mapping; zeros without either."""
     if call.slot_mapping is not None:
         return call.slot_mapping.shape[0], 0

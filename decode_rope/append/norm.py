@@ -33,6 +33,19 @@ class QKNorm(NamedTuple):
     rounded: bool = False
 
 
+class LatentNorm(NamedTuple):
+    """RMSNorm of the latents of multi-head latent attention: `x / sqrt(mean(x²) + eps) · weight`, in fp32, rounded once (Zhang and
+    Sennrich 2019, arXiv:1910.07467). Results do not depend on the batch or the geometry, bit for bit.
+
+    Attributes:
+        weight: `[L]` fp32, bf16 or fp16, contiguous, on the device of kv_c.
+        eps: added to the mean, inside the root; greater than 0.
+    """
+
+    weight: Tensor
+    eps: float
+
+
 class NormFacts(NamedTuple):
     """What a kernel is compiled for, of a `QKNorm`."""
 
@@ -49,13 +62,8 @@ def norm_fields(norm: QKNorm | None) -> dict:
         return {}
     if not isinstance(norm, QKNorm):
         raise TypeError(f"norm: expected a decode_rope.QKNorm or None, got {type(norm).__name__}")
-    for name, least in (("eps", 0.0), ("weight_offset", -math.inf)):
-        number = getattr(norm, name)
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise TypeError(f"norm.{name}: expected a number, got {type(number).__name__}")
-        if not least < number < math.inf:
-            wanted = "a finite number" if name == "weight_offset" else "a finite number greater than 0"
-            raise ValueError(f"norm.{name}: expected {wanted}, got {number}")
+    _check_number("norm.eps", norm.eps, 0.0)
+    _check_number("norm.weight_offset", norm.weight_offset, -math.inf)
     if not isinstance(norm.order, str) or norm.order not in _ORDERS:
         raise ValueError(f'norm.order: expected "before" or "after", got {norm.order!r}')
     for name in ("v_norm", "rounded"):
@@ -63,3 +71,23 @@ def norm_fields(norm: QKNorm | None) -> dict:
             raise TypeError(f"norm.{name}: expected a bool, got {type(getattr(norm, name)).__name__}")
     facts = NormFacts(float(norm.eps), float(norm.weight_offset), norm.order == "after", norm.v_norm, norm.rounded)
     return {"q_weight": norm.q_weight, "k_weight": norm.k_weight, "norm": facts}
+
+
+def latent_norm_fields(kv_norm: LatentNorm | None) -> dict:
+    """The fields of `MLAAppend` that a `LatentNorm` fills. Raises TypeError or ValueError, naming `kv_norm`."""
+    if kv_norm is None:
+        return {}
+    if not isinstance(kv_norm, LatentNorm):
+        raise TypeError(f"kv_norm: expected a decode_rope.LatentNorm or None, got {type(kv_norm).__name__}")
+    if not isinstance(kv_norm.weight, Tensor):
+        raise TypeError(f"kv_norm.weight: expected a torch.Tensor, got {type(kv_norm.weight).__name__}")
+    _check_number("kv_norm.eps", kv_norm.eps, 0.0)
+    return {"kv_weight": kv_norm.weight, "eps": float(kv_norm.eps)}
+
+
+def _check_number(name: str, number, least: float) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
+    if not least < number < math.inf:
+        wanted = "a finite number" if least < 0 else "a finite number greater than 0"
+        raise ValueError(f"{name}: expected {wanted}, got {number}")

@@ -167,11 +167,10 @@ def check_needs_no_grad(given: dict[str, Tensor]) -> None:
                 )
 
 
-def check_aliasing(given: dict[str, Tensor]) -> None:
-    """The tensors that an append writes overlap neither themselves nor anything else that it reads or writes, except that `q_out`
-    may be q and `k_out` may be k."""
-    in_place = "q" if "q_out" not in given else "q_out"
-    for name in (in_place, "k_out", "k_cache", "v_cache", "k_scale_out", "v_scale_out"):
+def check_aliasing(given: dict[str, Tensor], written: tuple[str, ...], may_be: dict[str, str]) -> None:
+    """The tensors that an append writes, in so far as they are `given`, overlap neither themselves nor anything else that it reads
+    or writes. `may_be`: the input that an output may be."""
+    for name in written:
         out = given.get(name)
         if out is None:
             continue
@@ -179,7 +178,7 @@ def check_aliasing(given: dict[str, Tensor]) -> None:
         for other, x in given.items():
             if other == name or not share_memory(out, x):
                 continue
-            if name == f"{other}_out" and out.data_ptr() == x.data_ptr() and out.stride() == x.stride():
+            if may_be.get(name) == other and out.data_ptr() == x.data_ptr() and out.stride() == x.stride():
                 continue
             shown, met = (x.replace("_scale_out", "_scale") for x in (name, other))
             raise ValueError(f"{shown}: expected memory of its own, got memory shared with {met}")

@@ -35,40 +35,46 @@ _KINDS = {
     bool: "bool",
     str: "str",
     bool | None: "bool?",
+    float | None: "float?",
     torch.dtype | None: "ScalarType?",
     NormFacts | None: "float[]?",
     typing.Any: "int[]?",  # a geometry
 }
 
 
-def _rest() -> str:
-    """The part of a schema that every way has: all fields but the rows."""
-    kinds = typing.get_type_hints(Append)
-    rows = [name for name, role in Append.ROLES.items() if role.kind == ROW]
-    return ", ".join(f"{_WRITTEN.get(name, _KINDS[kinds[name]])} {name}" for name in Append._fields if name not in rows)
+def rest_of(record, written: dict[str, str]) -> str:
+    """The part of a schema that every way of calling has: all fields of a record but the rows. `written`: the kinds of those that
+    are written."""
+    kinds = typing.get_type_hints(record)
+    rows = [name for name, role in record.ROLES.items() if role.kind == ROW]
+    return ", ".join(f"{written.get(name, _KINDS[kinds[name]])} {name}" for name in record._fields if name not in rows)
 
 
-def _runner(spec):
+def runner(spec, geometry: type):
     # Books of their own: guards made inside an operator do not match outside, where autograd is in other states.
     book = Book(spec)
 
     def run(**arguments) -> None:
         """What an operator does to real tensors: an eager call."""
         if arguments["geometry"] is not None:
-            arguments["geometry"] = Geometry(*arguments["geometry"])
-        if arguments["norm"] is not None:
+            arguments["geometry"] = geometry(*arguments["geometry"])
+        if arguments.get("norm") is not None:
             eps, offset, *choices = arguments["norm"]
             arguments["norm"] = NormFacts(eps, offset, *map(bool, choices))
-        book.run(Append(**arguments))
+        book.run(spec.record(**arguments))
 
     run.book = book
     return run
 
 
-_RUNNERS = {"rope_append_decode": _runner(DECODE), "rope_append_prefill": _runner(PREFILL)}
+_RUNNERS = {"rope_append_decode": runner(DECODE, Geometry), "rope_append_prefill": runner(PREFILL, Geometry)}
 OPERATORS = {
     (function, way): define(
-        f"{function}_v{_VERSION}{suffix}", f"{rows}, {_rest()}", run, Append._fields, {"k_out": "k"} if way[1] else None
+        f"{function}_v{_VERSION}{suffix}",
+        f"{rows}, {rest_of(Append, _WRITTEN)}",
+        run,
+        Append._fields,
+        {"k_out": "k"} if way[1] else None,
     )
     for function, run in _RUNNERS.items()
     for way, (suffix, rows) in WAYS.items()

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from ..append.arguments import CACHE, ROW, WEIGHT, Append, absent_parameters, given_tensors
+from ..append.arguments import CACHE, ROW, WEIGHT, Append, MLAAppend, absent_parameters, given_tensors
 from ..append.codes import cache_dtype, code_of
 from ..append.faults import fault_buffer
-from ..append.layout import append_steps, cache_view, index_shape, lowest_bit, scale_steps
+from ..append.layout import Step, append_steps, cache_view, index_shape, lowest_bit, scale_steps
 from ..append.norm import QKNorm
 from .platform import casts_float8
 
@@ -22,10 +22,10 @@ class Alignment:
         holds: whether rows are aligned as well as their size allows. If not, nothing is taken to be aligned.
     """
 
-    def __init__(self, call: Append, aligned: bool):
+    def __init__(self, call: Append | MLAAppend, steps: dict[str, Step], aligned: bool):
         given = given_tensors(call)
         rows, caches, weights = ([x for name, x in given.items() if call.ROLES[name].kind == kind] for kind in (ROW, CACHE, WEIGHT))
-        steps = [step for step in append_steps(call).values() if step.size > 1]
+        steps = [step for step in steps.values() if step.size > 1]
         self.rows = _common([x.shape[-1] * x.element_size() for x in rows])
         self.holds = aligned and not any(s.stride * s.itemsize % self.rows for s in steps if s.kind == ROW)
         if self.holds:
@@ -125,7 +125,7 @@ def num_kv_heads(call: Append) -> int:
     return 0 if call.k is None else call.k.shape[1]
 
 
-def _rotary_dim(call: Append) -> int:
+def _rotary_dim(call: Append | MLAAppend) -> int:
     return 0 if call.cos_sin_cache is None else call.cos_sin_cache.shape[1]
 
 

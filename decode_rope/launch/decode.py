@@ -10,14 +10,15 @@ import torch
 from .. import reference
 from ..append.arguments import Append
 from ..append.checks import check_append
+from ..append.layout import append_steps
 from ..kernels.decode import rope_append_decode_kernel
 from .append import Alignment, append_facts, append_integers, num_kv_heads, reference_arguments
 from .platform import INTERPRETED, check_pdl, pdl_mode
 from .spec import Spec, Values
 from .tiles import power_of_two
 
-_VERY_FEW_ELEMENTS, _FEW_ELEMENTS = 100_000, 350_000  # of q, k and v together
-_MANY_Q_COLUMNS = 4096
+VERY_FEW_ELEMENTS, FEW_ELEMENTS = 100_000, 350_000  # of q, k and v together
+MANY_Q_COLUMNS = 4096
 
 
 class Geometry(NamedTuple):
@@ -77,15 +78,15 @@ def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_d
     8/1/128 at 64 lose 2 to 5 % of the step, with it 32/8/128 at one token loses 1 to 3 %.
     """
     elements = num_tokens * (num_q_heads + 2 * num_kv_heads) * head_dim
-    warps = 1 if elements <= _VERY_FEW_ELEMENTS else 4
-    access = 4 if _VERY_FEW_ELEMENTS < elements <= _FEW_ELEMENTS else 8  # elements a thread in each half of a head
+    warps = 1 if elements <= VERY_FEW_ELEMENTS else 4
+    access = 4 if VERY_FEW_ELEMENTS < elements <= FEW_ELEMENTS else 8  # elements a thread in each half of a head
     rows = max(2, access * 32 * warps // power_of_two(head_dim // 2))
-    tiles = (*_tile(num_q_heads, rows, warps > 1), *_tile(max(num_kv_heads, 1), rows, warps > 1))
-    carveout = 100 if elements <= _FEW_ELEMENTS and num_q_heads * head_dim < _MANY_Q_COLUMNS else -1
+    tiles = (*tile_of(num_q_heads, rows, warps > 1), *tile_of(max(num_kv_heads, 1), rows, warps > 1))
+    carveout = 100 if elements <= FEW_ELEMENTS and num_q_heads * head_dim < MANY_Q_COLUMNS else -1
     return Geometry(*tiles, warps, 1, carveout)
 
 
-def _tile(num_heads: int, rows: int, several_tokens: bool) -> tuple[int, int]:
+def tile_of(num_heads: int, rows: int, several_tokens: bool) -> tuple[int, int]:
     """(tokens, heads): all heads that fit, then tokens to fill up; a tile of one token keeps its index loads scalar."""
     heads = min(power_of_two(num_heads), rows)
     tokens = rows // heads if several_tokens else 1
@@ -97,7 +98,7 @@ def _values(call: Append, device: torch.device, aligned: bool) -> Values:
     geometry = call.geometry or decode_geometry(num_tokens, num_q_heads, num_kv_heads(call), head_dim)
     pdl = pdl_mode(device, geometry.pdl, call.enable_pdl)
     facts = {
-        **append_facts(call, Alignment(call, aligned), device),
+        **append_facts(call, Alignment(call, append_steps(call), aligned), device),
         "TOKENS_PER_REQUEST": call.tokens_per_request,
         "BTQ": geometry.tokens_q,
         "BHQ": geometry.heads_q,

@@ -11,6 +11,7 @@ import torch
 from .. import reference
 from ..append.arguments import Append
 from ..append.checks import check_append
+from ..append.layout import append_steps
 from ..kernels.prefill import rope_append_prefill_kernel
 from .append import Alignment, append_facts, append_integers, num_kv_heads, reference_arguments
 from .platform import check_pdl, pdl_mode
@@ -77,7 +78,7 @@ def prefill_geometry(
 
 def _values(call: Append, device: torch.device, aligned: bool) -> Values:
     (num_tokens, num_q_heads, head_dim), itemsize = call.q.shape, call.q.element_size()
-    alignment = Alignment(call, aligned)
+    alignment = Alignment(call, append_steps(call), aligned)
     facts = append_facts(call, alignment, device)
     only_appends = call.q_out is None and call.k_out is None and call.cu_seqlens_q is None
     whole = alignment.holds and only_appends and takes_whole_rows(facts["R"], itemsize, alignment.rows)
