@@ -159,8 +159,8 @@ def rope_append_mla_prefill(
     interleaved_in = not getattr(cos_sin_cache, "is_neox", not interleaved_in)
     interleaved_out = interleaved_in if interleaved_out is None else interleaved_out
     table = getattr(cos_sin_cache, "cos_sin_cache", cos_sin_cache)
-    k, latents = k_pe.reshape(len(k_pe), 1, -1), kv_c.reshape(len(kv_c), 1, -1)
-    size = latents.shape[-1]
+    size = kv_c.shape[-1]
+    k, latents = k_pe.reshape(len(q_pe), 1, k_pe.shape[-1]), kv_c.reshape(len(q_pe), 1, size)
     if kv_norm is not None:
         latents = rms_norm(latents.float(), kv_norm.weight, kv_norm.eps, 0.0, 0, True).to(kv_c.dtype)
     latent_cache, rope_cache = cache if isinstance(cache, tuple | list) else (cache[..., :size], cache[..., size:])

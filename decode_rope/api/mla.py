@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..append.arguments import INDEX, ROW, MLAAppend, mla_fields
+from ..append.mla import check_mla_table
 from ..append.norm import LatentNorm, latent_norm_fields
 from ..append.rules import check_bool, check_integer
 from ..compile import mla as operators
@@ -214,6 +215,7 @@ class DecodeMLA(Prepared):
         for name, x in (("cos_sin_cache", self.cos_sin), ("kv_norm.weight", self._fixed.get("kv_weight"))):
             if isinstance(x, Tensor) and x.device != self.device:
                 raise ValueError(f"{name}: expected device {self.device}, got {x.device}; use .to(device)")
+        check_mla_table(self.cos_sin, rope_dim)
         self._check_facts()
         check_pdl(enable_pdl, self.device)
 

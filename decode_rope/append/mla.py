@@ -34,12 +34,7 @@ def check_mla(call: MLAAppend) -> None:
     check_integer("tokens_per_request", call.tokens_per_request, 1)
     _rows(call)
     num_tokens, _, rope_dim = call.q_pe.shape
-    if call.cos_sin_cache is not None:
-        check_table(call.cos_sin_cache, rope_dim)
-        if call.cos_sin_cache.shape[1] != rope_dim:
-            raise ValueError(
-                f"cos_sin_cache: expected rotary_dim {rope_dim}, the last dimension of q_pe, got {call.cos_sin_cache.shape[1]}"
-            )
+    check_mla_table(call.cos_sin_cache, rope_dim)
     check_per_token("positions", call.positions, num_tokens)
     _weight(call)
     _caches(call)
@@ -54,6 +49,16 @@ def check_mla(call: MLAAppend) -> None:
     check_needs_no_grad(given)
     in_place = "q_pe" if call.q_out is None else "q_out"
     check_aliasing(given, (in_place, "cache", "cache[0]", "cache[1]"), {"q_out": "q_pe"})
+
+
+def check_mla_table(cos_sin_cache, rope_dim: int) -> None:
+    """The rules for a rotary table, or None."""
+    if cos_sin_cache is not None:
+        check_table(cos_sin_cache, rope_dim)
+        if cos_sin_cache.shape[1] != rope_dim:
+            raise ValueError(
+                f"cos_sin_cache: expected rotary_dim {rope_dim}, the last dimension of q_pe, got {cos_sin_cache.shape[1]}"
+            )
 
 
 def _rows(call: MLAAppend) -> None:
