@@ -22,9 +22,7 @@ META, NVIDIA = torch.device("meta"), torch.device("cuda:0")
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 
 
-def call_of(
-    num_tokens=1, heads=16, latent_dim=512, dtype=torch.bfloat16, norm=None, pair=False, nope=False, ragged=False, **fields
-):
+def call_of(num_tokens=1, heads=16, latent_dim=512, dtype=torch.bfloat16, norm=None, pair=False, nope=False, ragged=False, **more):
     def make(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device=META)
 
