@@ -12,6 +12,8 @@ from bad import GOOD, ONLY_Q, Bad
 from cases import assert_same_storages, build, moved
 from ragged import ragged
 from refused import DECODE, OUTPUTS, PLACED, PREFILL, ROPE, SLOTS, X
+from refused_options import BAD as OPTIONS
+from refused_options import arguments as arguments_of
 
 import decode_rope
 from decode_rope.append import checks, rules
@@ -129,6 +131,7 @@ def test_every_raise_of_the_checks_and_rules_has_a_bad_call():
     calls = [(decode_rope.rope_append_decode, decode_arguments(bad, cpu), bad) for bad in DECODE.values()]
     calls += [(decode_rope.rope_append_prefill, prefill_arguments(bad, cpu), bad) for bad in PREFILL]
     calls += [(decode_rope.apply_rope, rope_arguments(bad, cpu), bad) for bad in ROPE]
+    calls += [(decode_rope.rope_append_prefill, arguments_of(*bad[2:]), Bad(bad[0], bad[1], None)) for bad in OPTIONS]
     lines = set()
     for function, arguments, bad in calls:
         try:
