@@ -91,15 +91,17 @@ def test_bad_argument_after_good_calls(name, device):
 
 @pytest.mark.kernel
 def test_bad_arguments_after_good_calls_of_a_prefill(device):
+    for _ in range(2):
+        decode_rope.rope_append_prefill(**prefill_arguments(PREFILL[0], device, spoilt=False))
     for bad in PREFILL:
-        decode_rope.rope_append_prefill(**prefill_arguments(bad, device, spoilt=False))
         refused(decode_rope.rope_append_prefill, prefill_arguments(bad, device), bad, device)
 
 
 @pytest.mark.kernel
 def test_bad_arguments_after_good_calls_of_a_rotation(device):
+    for _ in range(2):
+        decode_rope.apply_rope(**rope_arguments(ROPE[0], device, spoilt=False))
     for bad in ROPE:
-        decode_rope.apply_rope(**rope_arguments(bad, device, spoilt=False))
         refused(decode_rope.apply_rope, rope_arguments(bad, device), bad, device)
 
 
