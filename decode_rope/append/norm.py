@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 _ORDERS = ("before", "after")
+_LEAST_EPS = 1e-25  # with less, fp32 cannot hold the scaled mean of a head of zeros
 
 
 class QKNorm(NamedTuple):
@@ -16,7 +17,7 @@ class QKNorm(NamedTuple):
 
     Attributes:
         q_weight, k_weight: `[D]` fp32, bf16 or fp16, contiguous, on the device of q; or None for a norm without weights.
-        eps: added to the mean, inside the root; greater than 0.
+        eps: added to the mean, inside the root; at least 1e-25.
         weight_offset: added to the weights in fp32; 1.0 for Gemma's, which are stored around 0.
         order: "before" the rotation (Qwen3, Gemma 3, OLMo 2) or "after" it (Llama 4, HunYuan).
         v_norm: whether v is normalised too, without weights (Gemma 4).
@@ -49,12 +50,12 @@ def norm_fields(norm: QKNorm | None) -> dict:
         return {}
     if not isinstance(norm, QKNorm):
         raise TypeError(f"norm: expected a decode_rope.QKNorm or None, got {type(norm).__name__}")
-    for name, least in (("eps", 0.0), ("weight_offset", -math.inf)):
+    for name, least in (("eps", _LEAST_EPS), ("weight_offset", -math.inf)):
         number = getattr(norm, name)
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(f"norm.{name}: expected a number, got {type(number).__name__}")
-        if not least < number < math.inf:
-            wanted = "a finite number" if name == "weight_offset" else "a finite number greater than 0"
+        if not (math.isfinite(number) and number >= least):
+            wanted = "a finite number" if name == "weight_offset" else f"a finite number of at least {least:g}"
             raise ValueError(f"norm.{name}: expected {wanted}, got {number}")
     if not isinstance(norm.order, str) or norm.order not in _ORDERS:
         raise ValueError(f'norm.order: expected "before" or "after", got {norm.order!r}')
