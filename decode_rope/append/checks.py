@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .arguments import Append, Rotation, given_tensors
 from .layout import cache_view, share_memory
+from .norm import WEIGHTS, by_public_name
 from .rules import (
     DTYPES,
     MAX_TOKENS,
@@ -59,7 +60,7 @@ def check_append(call: Append, *, prefill: bool) -> None:
         out = getattr(call, name)
         if out is not None:
             check_like(name, out, name[0], like)
-    given = given_tensors(call)
+    given = by_public_name(given_tensors(call))
     if k is None:
         given = {name: x for name, x in given.items() if name not in ("k_cache", "v_cache")}
     check_device("q", given)
@@ -119,7 +120,7 @@ def _positions(call: Append) -> None:
 
 def _factors(call: Append) -> None:
     """The rules for the weights of a norm, and for `q_token_scale`."""
-    for name in ("q_weight", "k_weight"):
+    for name in WEIGHTS:
         weight = getattr(call, name)
         if weight is None:
             continue
