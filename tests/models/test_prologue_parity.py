@@ -173,7 +173,7 @@ MODELS = {
     ),
     "Qwen3-VL": Model(
         "Qwen3VLTextConfig", "Qwen3VLTextModel",
-        dict(head_dim=32, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}),
+        dict(head_dim=32, rope_parameters={**PLAIN, "mrope_section": [8, 4, 4], "mrope_interleaved": True}),
         norm=of_heads(), axes=True,
     ),
     "HunYuan": Model("HunYuanDenseV1Config", "HunYuanDenseV1Model", dict(head_dim=32), norm=of_hunyuan),
