@@ -8,7 +8,7 @@ import pytest
 import torch
 from bench_on_cpu import CPU, FORTY, Broken
 from cases import Spec, build, call_arguments, prepare
-from conftest import INTERPRETED
+from lanes import INTERPRETED
 
 from bench import driver, package, prefill, providers, verify, workloads
 from bench.buffers import Case, Layer, context_for, decode_meta, make_layers, num_pages, prefill_meta

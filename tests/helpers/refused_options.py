@@ -45,7 +45,7 @@ BAD = [
     (ValueError, "norm.k_weight: expected stride 1", {"norm": QKNorm(None, torch.ones(32)[::2], 1e-6)}, E4M3),
     (TypeError, "norm: expected a decode_rope.QKNorm", {"norm": 1e-6}, E4M3),
     (TypeError, "norm.eps: expected a number", {"norm": QKNorm(W, W, "1e-6")}, E4M3),
-    (ValueError, "norm.eps: expected a finite number greater than 0", {"norm": QKNorm(W, W, 0.0)}, E4M3),
+    (ValueError, "norm.eps: expected a finite number of at least", {"norm": QKNorm(W, W, 0.0)}, E4M3),
     (ValueError, "norm.weight_offset: expected a finite number", {"norm": QKNorm(W, W, 1e-6, float("inf"))}, E4M3),
     (ValueError, "norm.order: expected", {"norm": QKNorm(W, W, 1e-6, order="around")}, E4M3),
     (TypeError, "norm.v_norm: expected a bool", {"norm": QKNorm(W, W, 1e-6, v_norm=1)}, E4M3),

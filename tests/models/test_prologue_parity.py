@@ -101,6 +101,9 @@ def temperature(attention, positions):
     return torch.log1p(torch.floor((positions.float() + 1) / attention.floor_scale)) * attention.attn_scale + 1
 
 
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+
+
 @dataclass
 class Model:
     """config, model: names of transformers' classes; `values` of the config beside SIZES.
