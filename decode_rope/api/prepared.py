@@ -114,7 +114,9 @@ class DecodeRope:
         # The rules for everything but where tensors are, on an example that costs no memory of the device.
         example = self._example(1, torch.device("cpu"))
         given = given_tensors(example).items()
-        elsewhere = {name: torch.empty_like(x, device="cpu") for name, x in given if isinstance(x, Tensor) and x.device.type != "cpu"}
+        elsewhere = {
+            name: torch.empty_like(x, device="cpu") for name, x in given if isinstance(x, Tensor) and x.device.type != "cpu"
+        }
         DECODE.check(example._replace(**elsewhere, cos_sin_cache=None))
         check_pdl(enable_pdl, self.device)
 
