@@ -21,8 +21,8 @@ def op_of(case, **options) -> decode_rope.DecodeRope:
     spec = case.spec
     return decode_rope.DecodeRope(
         case.get("cos_sin_cache"), num_q_heads=spec.heads[0], num_kv_heads=spec.heads[1], head_dim=spec.head_dim, page_size=4,
-        dtype=spec.dtype, norm=case.norm, axes=spec.axes, axis_map=case.get("axis_map"), q_token_scale=spec.scaled, q_out=spec.q_out,
-        k_out=spec.k_out is not None, cache_positions="cache_positions" in case.views, device=case["q"].device,
+        dtype=spec.dtype, norm=case.norm, axes=spec.axes, axis_map=case.get("axis_map"), q_token_scale=spec.scaled,
+        q_out=spec.q_out, k_out=spec.k_out is not None, cache_positions="cache_positions" in case.views, device=case["q"].device,
         addressing="slot_mapping" if spec.slots else "block_table", is_neox=spec.is_neox, **options,
     )  # fmt: skip
 
@@ -247,7 +247,7 @@ def test_a_weight_that_needs_a_gradient_is_named_while_tracing(device, name):
     case = build(NormSpec(dtype=FP32, slots=True), device)
     arguments = case.arguments()
     norm = case.norm._replace(q_weight=case["q_weight"].clone().requires_grad_())
-    compiled = torch.compile(lambda q: FUNCTIONS[name](**arguments | dict(q=q, norm=norm)), fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda q: FUNCTIONS[name](**arguments | dict(q=q, norm=norm)), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"norm\.q_weight: expected a tensor that needs no gradient"):
         compiled(arguments["q"])
     torch._dynamo.reset()

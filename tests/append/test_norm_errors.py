@@ -183,9 +183,9 @@ def test_a_prepared_op_refuses_the_same(device="cpu"):
         said = wrong.said.replace(" as q, got meta; move it", ", got meta")
         with pytest.raises(wrong.error, match=rf"^{at}: {said}"):
             decode_rope.DecodeRope(table, norm=norm, **shape)
-    with pytest.raises(TypeError, match="^axis_map: expected a torch.Tensor, got list"):
+    with pytest.raises(TypeError, match=r"^axis_map: expected a torch.Tensor, got list"):
         decode_rope.DecodeRope(table, axes=3, axis_map=[0] * (D // 2), **shape)
-    with pytest.raises(ValueError, match="^axis_map: expected one with axes=3"):
+    with pytest.raises(ValueError, match=r"^axis_map: expected one with axes=3"):
         decode_rope.DecodeRope(table, axes=3, **shape)
-    with pytest.raises(TypeError, match="^axes: expected an int"):
+    with pytest.raises(TypeError, match=r"^axes: expected an int"):
         decode_rope.DecodeRope(table, axes=True, **shape)

@@ -1,5 +1,5 @@
-"""Calls with a norm, several axes or a scale of q, and known surroundings: every tensor lies between guards of random bytes, so that
-a stray write shows when whole storages are compared.
+"""Calls with a norm, several axes or a scale of q, and known surroundings: every tensor lies between guards of random bytes, so
+that a stray write shows when whole storages are compared.
 
 `NormSpec` says what a call is like, `build` makes it, `check` runs it against the reference on an identical copy.
 """
@@ -30,8 +30,8 @@ BOOKS = {"decode": Book(DECODE), "prefill": Book(PREFILL)}
 
 @dataclass(frozen=True)
 class NormSpec:
-    """q_weight, k_weight: the dtype of a weight, or None for none. weights_shift, shift: elements by which weights, and all rows and
-    caches, miss their alignment. positions: written out, or None for positions of which the first half of the table holds all.
+    """q_weight, k_weight: the dtype of a weight, or None for none. weights_shift, shift: elements by which weights, and all rows
+    and caches, miss their alignment. positions: written out, or None for some in the first half of the table.
     k_out: None, "own" or "k". gated: a gate of D elements lies behind every head of q. scales: magnitudes of rows, in turn."""
 
     tokens: int = 3

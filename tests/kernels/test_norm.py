@@ -1,4 +1,4 @@
-"""Norm, token scale and several axes in both kernels: bit-identical to the reference whatever the option, the batch and the tile."""
+"""Norm, token scale and several axes in both kernels: the bits of the reference, whatever the option, the batch and the tile."""
 
 import math
 
@@ -111,6 +111,15 @@ def test_sequences_of_a_prefill(device):
         assert same_bits(got["q"][row], case["q"][row]) and same_bits(got["k_out"][row], case["k"][row])
 
 
+@pytest.mark.kernel
+@pytest.mark.parametrize("option", ["before", "after", "partial", "NoPE"])
+def test_a_prefill_of_k_without_a_cache(device, option):
+    case = build(GOOD_AND_PADDING.but(**OPTIONS[option], heads=(2, 2), k_out="own", slots=True), device)
+    no_cache = dict(v=None, k_cache=None, v_cache=None, slot_mapping=None)
+    got = check_with(case, decode_rope.rope_append_prefill, **no_cache)
+    assert not same_bits(got["k_out"][0], case["k"][0]) and same_bits(got["k_out"][1], case["k"][1])
+
+
 def check_with(case, function, **options):
     """`check` with other arguments for the reference too."""
     want, got = case.clone(), case.clone()
@@ -118,6 +127,16 @@ def check_with(case, function, **options):
     function(**got.arguments() | options)
     assert_same(got, want)
     return got
+
+
+@pytest.mark.kernel
+@both
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_kernels_add_in_the_order_of_the_reference(device, name, is_neox):
+    """In fp32, where another order of the sum would show in many of the rows; bf16 hides it."""
+    for rotary_dim in (64, 48, 0):
+        spec = NormSpec(tokens=1, heads=(32, 0), rotary_dim=rotary_dim, dtype=FP32, is_neox=is_neox, q_weight=None)
+        check(build(spec, device), with_geometry(name, Geometry(1, 32, 1, 2, 4, 0) if name == "decode" else None))
 
 
 # Rows that are passed through.
@@ -155,19 +174,64 @@ def test_rows_without_a_slot_are_normalised_and_not_written(device, name):
     assert ((length - 1).abs() < 0.01).all()
 
 
+@pytest.mark.kernel
+@both
+@pytest.mark.parametrize("alone", [False, True], ids=["q and k", "q alone"])
+def test_a_bad_position_of_another_axis(device, name, alone):
+    """A row whose height or width the table does not hold is passed through, not written and counted once."""
+    spec = NormSpec(tokens=4, axes=3, heads=(2, 0 if alone else 1), rotary_dim=32, v_norm=True, k_out=None if alone else "own")
+    case = build(spec, device)
+    case["axis_map"].copy_(torch.arange(16) % 3)
+    case["positions"][:] = torch.tensor([[1, 2, 3, -1], [1, ROWS, 3, ROWS], [1, 2, -5, 2]])
+    got = check(case, FUNCTIONS[name])
+    assert got.faults[0] == 2
+    for row in (1, 2, 3):
+        assert same_bits(got["q"][row], case["q"][row])
+    if not alone:
+        written = {cache: bits(got[cache]) != bits(case[cache]) for cache in ("k_cache", "v_cache")}
+        assert all(changed.flatten(2).any(-1).sum() == 1 for changed in written.values())
+
+
+@pytest.mark.kernel
+@both
+def test_rows_of_positions_may_lie_apart(device, name):
+    """As a slice of the positions of a longer batch does."""
+    case = build(NormSpec(tokens=4, axes=3, slots=True, heads=(2, 1)), device)
+    got = first_rows(case.clone().arguments(), 2)
+    assert got["positions"].stride(0) == 4
+    FUNCTIONS[name](**got)
+    reference.rope_append_prefill(**first_rows(case.arguments(), 2))
+    assert same_bits(got["q"], case["q"][:2])
+
+
+@pytest.mark.anywhere
+@both
+def test_each_option_given_alone_counts(device, name):
+    """None of them hides behind the shortest way through a call."""
+    case = build(NormSpec(tokens=2, heads=(2, 1), slots=True, normed=False, scaled=True), device)
+    plain = case.clone()
+    FUNCTIONS[name](**plain.arguments() | dict(q_token_scale=None))
+    assert not same_bits(run(case.clone(), FUNCTIONS[name])["q"], plain["q"])
+    other = case.clone()
+    FUNCTIONS[name](**other.arguments() | dict(q_token_scale=None, norm=QKNorm(None, None, 1e-6)))
+    assert not same_bits(other["q"], plain["q"])
+
+
 # One row's bits in any batch and any tile.
 
 
 def first_rows(arguments: dict, tokens: int) -> dict:
     """The call of the first tokens alone."""
-    of_tokens = ("q", "k", "v", "positions", "slot_mapping", "q_token_scale", "k_out")
-    return {
-        name: x[..., :tokens] if name == "positions" else x[:tokens] if name in of_tokens else x for name, x in arguments.items()
-    }
+    return rows_of(arguments, slice(0, tokens))
+
+
+def rows_of(arguments: dict, rows: slice) -> dict:
+    of_tokens = [name for name in ("q", "k", "v", "slot_mapping", "q_token_scale", "k_out") if arguments.get(name) is not None]
+    return {**arguments, **{name: arguments[name][rows] for name in of_tokens}, "positions": arguments["positions"][..., rows]}
 
 
 BATCHES = {
-    "NeoX, partial": NormSpec(rotary_dim=32, v_norm=True),
+    "NeoX, partial": NormSpec(dtype=FP32, rotary_dim=32, v_norm=True),
     "after, scaled": NormSpec(order="after", scaled=True, q_weight=BF16, k_weight=BF16),
     "three axes": NormSpec(axes=3, weight_offset=1.0, rounded=True),
 }
@@ -182,11 +246,7 @@ def test_C3_a_rows_bits_do_not_depend_on_the_batch(device, on_gpu, kind):
     case, want = build(spec, device), build(spec, device)
     arguments = want.arguments()
     for row in range(tokens):
-        one = {name: x[..., row : row + 1] if name == "positions" else x for name, x in arguments.items()}
-        for each in ("q", "k", "v", "slot_mapping", "q_token_scale", "k_out"):
-            if each in one:
-                one[each] = arguments[each][row : row + 1]
-        decode_rope.rope_append_decode(**one)
+        decode_rope.rope_append_decode(**rows_of(arguments, slice(row, row + 1)))
     for name, function in FUNCTIONS.items():
         for size in range(1, tokens + 1) if on_gpu else (tokens,) if name == "decode" else (2, tokens):
             got = case.clone()
@@ -200,33 +260,16 @@ def test_C3_a_rows_bits_do_not_depend_on_the_batch(device, on_gpu, kind):
                 assert same_bits(got[cache].flatten(0, 1)[slots], want[cache].flatten(0, 1)[slots]), (name, size, cache)
 
 
-DECODE_GEOMETRIES = [
-    Geometry(tokens_q, heads_q, tokens_kv, heads_kv, warps, 0)
-    for tokens_q, heads_q, tokens_kv, heads_kv in [
-        (1, 2, 1, 2),
-        (1, 8, 2, 1),
-        (2, 1, 4, 1),
-        (4, 4, 2, 2),
-        (8, 2, 8, 2),
-        (16, 1, 1, 4),
-    ]
-    for warps in (1, 2, 4, 8)
-]
-PREFILL_GEOMETRIES = [
-    PrefillGeometry(Tiles(*q), Tiles(*kv), warps)
-    for q, kv in [
-        ((2, 1, 1), (2, 1, 1)),
-        ((4, 2, 1), (2, 2, 1)),
-        ((2, 2, 2), (8, 1, 1)),
-        ((16, 1, 4), (4, 1, 2)),
-        ((8, 4, 1), (16, 2, 1)),
-    ]
-    for warps in (1, 4, 8)
-]
+DECODE_TILES = [(1, 2, 1, 2), (1, 8, 2, 1), (2, 1, 4, 1), (4, 4, 2, 2), (8, 2, 8, 2), (16, 1, 1, 4)]
+PREFILL_TILES = [
+    ((2, 1, 1), (2, 1, 1)), ((4, 2, 1), (2, 2, 1)), ((2, 2, 2), (8, 1, 1)), ((16, 1, 4), (4, 1, 2)), ((8, 4, 1), (16, 2, 1)),
+]  # fmt: skip
+DECODE_GEOMETRIES = [Geometry(*tiles, warps, 0) for tiles in DECODE_TILES for warps in (1, 2, 4, 8)]
+PREFILL_GEOMETRIES = [PrefillGeometry(Tiles(*q), Tiles(*kv), warps) for q, kv in PREFILL_TILES for warps in (1, 4, 8)]
 MEMORY = {
     "aligned": NormSpec(q_weight=BF16, k_weight=BF16, v_norm=True),
-    "unaligned": NormSpec(q_weight=BF16, k_weight=BF16, shift=1, weights_shift=1, order="after"),
-    "partial, long": NormSpec(head_dim=96, rotary_dim=48, scaled=True, v_norm=True),
+    "unaligned": NormSpec(dtype=FP32, q_weight=BF16, k_weight=BF16, shift=1, weights_shift=1, order="after"),
+    "partial, long": NormSpec(dtype=FP32, head_dim=96, rotary_dim=48, scaled=True, v_norm=True),
 }
 
 
@@ -248,7 +291,9 @@ def test_a_tile_changes_no_bit(device, on_gpu, memory):
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 512])
 def test_a_tile_changes_no_bit_of_any_head_size(device, head_dim):
     for order, rotary_dim, is_neox in (("before", head_dim, True), ("after", head_dim // 2, True), ("before", head_dim, False)):
-        spec = NormSpec(tokens=33, slots=True, head_dim=head_dim, rotary_dim=rotary_dim, order=order, is_neox=is_neox, v_norm=True)
+        spec = NormSpec(
+            tokens=33, dtype=FP32, slots=True, head_dim=head_dim, rotary_dim=rotary_dim, order=order, is_neox=is_neox, v_norm=True
+        )
         case = build(spec, device)
         want = run_reference(case.clone())
         for name, geometries in (("decode", DECODE_GEOMETRIES), ("prefill", PREFILL_GEOMETRIES)):

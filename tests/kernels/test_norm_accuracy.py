@@ -59,8 +59,8 @@ def allowed(magnitudes: torch.Tensor, head_dim: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_error_against_float64(device, on_gpu, name, head_dim, dtype, order):
-    """Half an ulp of the output for the rounding at the end, and what fp32 arithmetic may add. So where a rotation's two products do
-    not cancel, bf16 and fp16 are within one ulp."""
+    """Half an ulp of the output for the rounding at the end, and what fp32 arithmetic may add. So where a rotation's two products
+    do not cancel, bf16 and fp16 are within one ulp."""
     tokens = 500 if on_gpu else 8 if name == "prefill" else 1
     spec = NormSpec(
         tokens=tokens, heads=(4, 0), head_dim=head_dim, dtype=dtype, order=order, weight_offset=1.0, seed=head_dim,

@@ -103,6 +103,13 @@ def test_axes_cost_a_decode_step_two_parameters_and_others_none():
     assert used["spilled"] == used["stack"] == 0
 
 
+def test_division_and_root_are_rounded_to_nearest():
+    """Their approximations differ between GPUs."""
+    ptx = decode(**BEFORE, **NORMED).asm["ptx"]
+    assert re.search(r"div\.rn\.f32", ptx) and re.search(r"sqrt\.rn\.f32", ptx)
+    assert not re.search(r"approx|div\.full", ptx)
+
+
 def test_without_a_norm_nothing_is_summed():
     ptx = decode(**ABSENT).asm["ptx"]
     assert not re.search(r"shfl|sqrt|div\.", ptx)

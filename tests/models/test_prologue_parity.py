@@ -174,7 +174,8 @@ MODELS = {
     ),
     "Qwen3-VL": Model(
         "Qwen3VLTextConfig", "Qwen3VLTextModel",
-        dict(head_dim=32, rope_parameters=PLAIN | {"mrope_section": [8, 4, 4], "mrope_interleaved": True}), norm=of_heads(), axes=True,
+        dict(head_dim=32, rope_parameters=PLAIN | {"mrope_section": [8, 4, 4], "mrope_interleaved": True}),
+        norm=of_heads(), axes=True,
     ),
     "HunYuan": Model("HunYuanDenseV1Config", "HunYuanDenseV1Model", dict(head_dim=32), norm=of_hunyuan),
     "SmolLM3": Model("SmolLM3Config", "SmolLM3Model", dict(num_hidden_layers=2, no_rope_layers=[1, 0]), still=(1,)),
