@@ -101,9 +101,6 @@ def temperature(attention, positions):
     return torch.log1p(torch.floor((positions.float() + 1) / attention.floor_scale)) * attention.attn_scale + 1
 
 
-PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-
-
 @dataclass
 class Model:
     """config, model: names of transformers' classes; `values` of the config beside SIZES.
@@ -121,6 +118,7 @@ class Model:
 
 
 GEMMA_LAYERS = dict(num_hidden_layers=2, head_dim=32, layer_types=["sliding_attention", "full_attention"], sliding_window=64)
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 MOE = dict(moe_intermediate_size=16, num_experts_per_tok=1)
 MODELS = {
     "Llama": Model("LlamaConfig", "LlamaModel"),
@@ -172,11 +170,11 @@ MODELS = {
     "GPT-NeoX": Model("GPTNeoXConfig", "GPTNeoXModel", rows=side_by_side),
     "Qwen2.5-VL": Model(
         "Qwen2_5_VLTextConfig", "Qwen2_5_VLTextModel",
-        dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}), axes=True,
+        dict(rope_parameters=PLAIN | {"mrope_section": [2, 3, 3]}), axes=True,
     ),
     "Qwen3-VL": Model(
         "Qwen3VLTextConfig", "Qwen3VLTextModel",
-        dict(head_dim=32, rope_parameters={**PLAIN, "mrope_section": [8, 4, 4], "mrope_interleaved": True}),
+        dict(head_dim=32, rope_parameters=PLAIN | {"mrope_section": [8, 4, 4], "mrope_interleaved": True}),
         norm=of_heads(), axes=True,
     ),
     "HunYuan": Model("HunYuanDenseV1Config", "HunYuanDenseV1Model", dict(head_dim=32), norm=of_hunyuan),
@@ -234,9 +232,8 @@ def test_a_norm_over_all_heads_together_is_an_error_that_says_what_to_do():
     config = config_named("Olmo2Config", **SIZES)
     attention = model_of(config, "Olmo2Model").layers[0].self_attn
     q = torch.randn(T, 4, 16)
-    for weights, name in (((attention.q_norm.weight, None), "q_weight"), ((None, attention.k_norm.weight), "k_weight")):
-        norm = QKNorm(*(None if weight is None else weight.detach() for weight in weights), 1e-6)
-        with pytest.raises(
-            ValueError, match=rf"norm\.{name}: expected shape \[16\].*over all heads together needs a launch of its own"
-        ):
+    for name, projection in (("q_weight", attention.q_norm), ("k_weight", attention.k_norm)):
+        norm = QKNorm(None, None, 1e-6)._replace(**{name: projection.weight.detach()})
+        said = rf"norm\.{name}: expected shape \[16\].*over all heads together needs a launch of its own"
+        with pytest.raises(ValueError, match=said):
             decode_rope.rope_append_prefill(q, None, None, None, None, RopeTable.from_hf(config), POSITIONS, norm=norm)
