@@ -16,7 +16,6 @@ from .flashinfer_attention import FlashInferAttention, why_not
 from .graphs import DecodeGraphs
 
 _KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-_PADDING = -1
 
 
 class PagedModel:
