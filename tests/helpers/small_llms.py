@@ -6,6 +6,7 @@ import torch
 
 _SIZES = dict(vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4)
 _SIZES |= dict(num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+_SIZES |= dict(tie_word_embeddings=False)
 _GQA = _SIZES | dict(head_dim=16)
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _YARN = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
@@ -42,7 +43,8 @@ def small_llm(family, seed=0, device="cpu"):
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
             if weight.dim() > 1:
-                weight.normal_(std=1.2 / weight.shape[-1] ** 0.5)
+                sharp = any(part in weight_name for part in ("q_proj", "k_proj", "qkv", "query_key_value"))
+                weight.normal_(std=(2.0 if sharp else 1.2) / weight.shape[-1] ** 0.5)
             elif "norm" in weight_name:
                 weight.add_(0.2 * torch.randn_like(weight))
             else:
