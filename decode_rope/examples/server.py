@@ -133,7 +133,7 @@ class Stream:
         self._waiting = deque(zip(requests, questions, strict=True))
         self._decode, self._printed = decode, None
 
-    def update(self, progress: Callable[[], str]) -> None:
+    def update(self, progress: Callable[[], str] | None = None) -> None:
         while self._waiting:
             request, question = self._waiting[0]
             if self._printed is None:
@@ -145,7 +145,7 @@ class Stream:
                 self._printed = text
             if not request.done:
                 return
-            print(f"\n[{progress()}]")
+            print(f"\n[{progress()}]" if progress else "")
             self._waiting.popleft()
             self._printed = None
 

@@ -61,6 +61,10 @@ class PagedModel:
         support = supports(model)
         if not support:
             raise ValueError(f"model: {support.reason}")
+        sizes = {"num_pages": num_pages, "page_size": page_size, "max_requests": max_requests, "max_tokens": max_tokens}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
         parameter = next(model.parameters())
         if kv_dtype not in (None, parameter.dtype, *_KV_DTYPES):
             raise ValueError(f"kv_dtype: expected None, {parameter.dtype} or one of {_KV_DTYPES}, got {kv_dtype}")

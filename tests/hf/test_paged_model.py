@@ -32,6 +32,13 @@ def test_greedy_tokens_are_transformers(family, kv_layout):
     check_faults()
 
 
+@pytest.mark.anywhere
+@pytest.mark.parametrize("family", ["glm4", "qwen3"])
+def test_the_kernels_serve_models_as_the_reference_does(family, device):
+    model, prompts = small_llm(family, device=device), random_prompts((5, 2))
+    assert all(is_hf_greedy(model, prompts, paged(model).generate(prompts, 2)))
+
+
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3_text", "gpt_oss", "phi3"])
 def test_windows_matter_to_these_models(family):
     """The models above would not notice a wrong window if theirs were as good as none."""
@@ -191,6 +198,8 @@ def test_a_prompt_that_other_requests_leave_no_room_for_is_named():
     ("changes", "message"),
     [
         (dict(kv_dtype=torch.int8), "kv_dtype: expected None, torch.float32 or one of"),
+        (dict(page_size=0), "page_size: expected at least 1, got 0"),
+        (dict(max_tokens=0), "max_tokens: expected at least 1, got 0"),
         (dict(attention="flash"), 'attention: expected "auto", "flashinfer" or "sdpa"'),
         (dict(graphs=True), "graphs: expected None or False, because the model is on cpu"),
         (dict(kv_layout="DNH"), "kv_layout: expected one of"),
