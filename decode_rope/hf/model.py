@@ -92,7 +92,6 @@ class PagedModel:
         self.max_tokens = longest
         self._attend = self._attention(attention)
         self.attention = "flashinfer" if isinstance(self._attend, FlashInferAttention) else "sdpa"
-        self._step: Step | None = None
         self._rotary = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
         # Four dimensions: transformers takes such a mask as it is, and neither builds one nor looks at positions.
         self._mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
