@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from bench.in_model import OURS
 from bench.report import Report, columns
 from bench.runner import Runner
 from bench.stats import median, paired
@@ -30,6 +29,7 @@ from bench.workloads import UsageError
 BATCHES = (1, 2, 4, 8, 16, 64)
 CONTEXTS = (256, 1024, 4096)
 PROCESSES = 3
+STEP_OURS = ("ours", "ours-plain", "ours-tuned")
 BASELINE = "flashinfer"
 PEERS = ("sglang", "tokenspeed")  # unless others are asked for
 FUSED = ("sglang", "tokenspeed", "aiter")  # one launch, as ours
@@ -63,7 +63,7 @@ def find_networks(names: list[str] | None) -> list[Network]:
 def find_providers(peers: list[str] | None) -> tuple[str, ...]:
     """The baseline, ours, and the peers asked for (`none`: no more)."""
     asked = PEERS if peers is None else [name for name in peers if name != "none"]
-    return tuple(dict.fromkeys((BASELINE, *OURS, *asked)))
+    return tuple(dict.fromkeys((BASELINE, *STEP_OURS, *asked)))
 
 
 # One process

@@ -157,7 +157,14 @@ def measure(cell: Cell, providers: list[Provider], runner: Runner, process: int,
     by_name = {p.name: p for p in passed(providers, status)}
 
     def build(name: str) -> Launch:
-        return make_step(by_name[name], network, case, meta, layers, weights, attend)
+        def make() -> Launch:
+            return make_step(by_name[name], network, case, meta, layers, weights, attend)
+
+        step = make()
+        if getattr(by_name[name], "tuned", False) and not dry:
+            by_name[name].tune(lambda: make()(), case, meta)
+            step = make()
+        return step
 
     steps = agreeing(runner.build_each(by_name, build, case), runner, case)
     status |= {name: "fail" for name in by_name if name not in steps}

@@ -19,10 +19,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core: threads inside each
     os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
 
 import torch
-import triton
+from lanes import INTERPRETED, ON_GPU
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
 MARKERS = {
     "kernel": "launches Triton kernels: on a GPU, or under the interpreter",
     "anywhere": "true of the reference as of the kernels",
@@ -76,7 +74,8 @@ def room_on_the_gpu():
 @pytest.fixture(autouse=True)
 def no_pending_faults():
     """Fault records outlive a launch; no test may see another one's."""
-    from decode_rope import faults, reference
+    from decode_rope import reference
+    from decode_rope.append import faults
 
     for buffer in faults._BUFFERS.values():
         buffer.copy_(torch.tensor([0, reference.NO_RECORD]))

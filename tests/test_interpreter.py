@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import INTERPRETED
+from lanes import INTERPRETED
 
 HERE = Path(__file__).parent
 LEAST = 600  # tests that the lane has at least; a lane that quietly loses its tests is worse than none

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import moved
 
-from decode_rope.registry import NativeRoPEOp, TritonRoPEOp, get_op
+from decode_rope.api.registry import NativeRoPEOp, TritonRoPEOp, get_op
 
 pytestmark = pytest.mark.anywhere
 BACKENDS = ["native", "triton"]

@@ -51,6 +51,7 @@ REGISTRY: dict[str, tuple[str, str]] = {
     "ours-last": ("ours", "last"),
     "ours-meta-last": ("ours", "meta-last"),
     "ours-meta": ("ours", "meta"),
+    "ours-tuned": ("ours", "tuned"),
     "ours-function": ("ours", "function"),
     "ours-prefill": ("ours", "prefill"),
     "reference": ("ours", "reference"),

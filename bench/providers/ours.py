@@ -19,6 +19,7 @@ _LAUNCHES = {
     "last": (True, False, 3),
     "meta": (True, True, None),
     "meta-last": (True, True, 3),
+    "tuned": (None, False, None),
 }
 _FUNCTIONS = {
     "function": ("decode_rope", "rope_append_decode"),
@@ -28,15 +29,16 @@ _FUNCTIONS = {
 
 
 class Bound:
-    """A prepared launch with every buffer frozen."""
+    """A prepared launch with every buffer frozen. `tuned`: whole steps choose its geometry with `DecodeRope.tune`."""
 
     group, exact, slow, cpu = "ours", True, False, True
     modules = ("decode_rope",)
 
     def __init__(self, name: str, variant: str, tiles: tuple[int, ...] | None = None) -> None:
-        self.name, self.tiles = name, tiles
+        self.name, self.tiles, self.tuned = name, tiles, variant == "tuned"
         self.enable_pdl, self.metadata_ready, self.pdl = _LAUNCHES[variant]
         self._ops: dict[tuple, tuple[Tensor, Any]] = {}
+        self._normed: dict[int, tuple[Tensor, Any]] = {}
 
     def op(self, case: Case, meta: Meta) -> Any:
         """The DecodeRope of this case; only the last one is kept."""
@@ -78,8 +80,16 @@ class Bound:
         self, case: Case, meta: Meta, layer: Layer, q_weight: Tensor, k_weight: Tensor, eps: float
     ) -> Callable[[], Tensor]:
         """With the heads' RMSNorm fused; Unavailable where this decode_rope has none."""
-        norm = need("decode_rope", "QKNorm")(q_weight, k_weight, eps)
-        return self.launch_object(case, meta, layer, self.make_op(case, meta, norm=norm))
+        key = q_weight.data_ptr()
+        if key not in self._normed or self._normed[key][0] is not q_weight:
+            norm = need("decode_rope", "QKNorm")(q_weight, k_weight, eps)
+            self._normed[key] = (q_weight, self.make_op(case, meta, norm=norm))
+        return self.launch_object(case, meta, layer, self._normed[key][1])
+
+    def tune(self, step: Callable[[], Any], case: Case, meta: Meta) -> None:
+        """Let whole steps choose the geometry of the ops that were used so far; `step` binds them anew and runs."""
+        first, *others = [op for _, op in self._normed.values()] or [self.op(case, meta)]
+        first.tune(step, case.tokens, together_with=others)
 
 
 class Function:

@@ -118,7 +118,9 @@ def rope_append_decode(
         usual = k is not None and cos_sin is not None and axis_map is None and (paged or block_table is None)
         if usual and not is_compiling():
             given = (q, k, v, k_cache, v_cache, cos_sin, positions, block_table if paged else slot_mapping)
-            flags = (paged, tokens_per_request, is_neox, kv_layout, enable_pdl, type(tokens_per_request), type(is_neox))
+            flags = (
+                paged, tokens_per_request, is_neox, kv_layout, enable_pdl, type(tokens_per_request), type(is_neox), type(enable_pdl)
+            )  # fmt: skip
             plan = DECODE_CALLS.find(flags, given)
             if plan is None or not plan.again(given):
                 call = Append(

@@ -1,5 +1,7 @@
 """`DecodeRope`: a decode step's launches with the static facts checked once, compiled ahead, and bound to buffers."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -7,7 +9,7 @@ from torch.compiler import is_compiling
 from ..append.arguments import INDEX, ROW, SCALE, Append, given_tensors, of_table, resolved, scale_fields
 from ..append.codes import CODES, cache_dtype
 from ..append.layout import cache_view
-from ..append.norm import QKNorm, norm_fields
+from ..append.norm import WEIGHTS, QKNorm, by_public_name, norm_fields
 from ..append.rules import check_integer, check_table
 from ..compile import append as operators
 from ..launch import driver, platform
@@ -16,6 +18,7 @@ from ..launch.decode import DECODE, Geometry, check_geometry, decode_geometry
 from ..launch.driver import machine
 from ..launch.plan import Plan, addresses_of
 from ..launch.platform import INTERPRETED, check_pdl
+from .tuning import candidates_for, fastest
 
 _ADDRESSING = ("block_table", "slot_mapping")
 _NONE = (None,) * 7
@@ -104,6 +107,7 @@ class DecodeRope:
         self.heads = (num_q_heads, num_kv_heads, head_dim, v_head_dim)
         self.page_size, self.dtype = page_size, dtype
         self.kv_dtype, self.dynamic_scales = dtype if kv_dtype is None else kv_dtype, dynamic_scales
+        self._paged = addressing == "block_table"
         self.addressing, self.positions_dtype, self.index_dtype = addressing, positions_dtype, index_dtype
         self.optional = {"cache_positions": cache_positions, "q_out": q_out, "k_out": k_out, "q_token_scale": q_token_scale}
         self.axes = axes
@@ -112,20 +116,21 @@ class DecodeRope:
             "tokens_per_request": tokens_per_request, "is_neox": is_neox, "kv_layout": kv_layout, "enable_pdl": enable_pdl,
             "kv_dtype": kv_dtype, "metadata_ready": metadata_ready, "geometry": geometry,
         }  # fmt: skip
+        self.tuned: dict[int, Geometry] = {}
         # Tensors that every call has, in the order of the record.
         self._held = tuple([x for name in Append.ROLES if isinstance(x := self._fixed.get(name), Tensor)])
         self._calls = Book(DECODE, self._check)
         if self.cos_sin is not None:
             check_table(self.cos_sin, head_dim)
-        fixed = {"cos_sin_cache": self.cos_sin, "axis_map": self._fixed["axis_map"]}
-        fixed |= {f"norm.{name}": self._fixed.get(name) for name in ("q_weight", "k_weight")}
-        for name, x in fixed.items():
+        held = {name: self._fixed.get(name) for name in ("axis_map", *WEIGHTS)} | {"cos_sin_cache": self.cos_sin}
+        for name, x in by_public_name(held).items():
             if isinstance(x, Tensor) and x.device != self.device:
                 raise ValueError(f"{name}: expected device {self.device}, got {x.device}; use .to(device)")
         # The rules for everything but where tensors are, on an example that costs no memory of the device.
         example = self._example(1, torch.device("cpu"))
+        given = given_tensors(example).items()
         elsewhere = {
-            name: torch.empty_like(x, device="cpu") for name, x in given_tensors(example).items() if x.device.type != "cpu"
+            name: torch.empty_like(x, device="cpu") for name, x in given if isinstance(x, Tensor) and x.device.type != "cpu"
         }
         DECODE.check(example._replace(**(elsewhere | {"cos_sin_cache": None})))
         check_pdl(enable_pdl, self.device)
@@ -149,6 +154,49 @@ class DecodeRope:
                 Plan(DECODE, call, self.device)
                 Plan(DECODE, call, self.device, aligned=False)
         return self
+
+    def tune(
+        self,
+        step: Callable[[], object],
+        num_tokens: int,
+        *,
+        together_with: Sequence["DecodeRope"] = (),
+        candidates: Sequence[Geometry] | None = None,
+    ) -> Geometry:
+        """Choose the geometry of calls of `num_tokens` tokens by timing your own step with each of some candidates.
+
+        Results never depend on it. Where attention is launched early (PDL), its programs land beside ours, and a step can take
+        up to 5 % more or less time. The choice is kept in `tuned`, by number of tokens, and may be saved and assigned again;
+        launches bound before keep the geometry that they have.
+
+        Args:
+            step: runs a whole step on the current stream, with this op called or bound anew in it. It is run and captured in a
+                CUDA graph once for each candidate, so it must be fit for that; its outputs are written again and again.
+            num_tokens: of the step.
+            together_with: the ops of other layers in the same step, which get the same geometry.
+            candidates: geometries to try; the first one is kept unless another saves 0.3 % or more. None: a dozen around the
+                measured choice.
+        Returns:
+            The geometry chosen.
+        Raises:
+            ValueError: the op is not on a CUDA device.
+        """
+        check_integer("num_tokens", num_tokens, 1)
+        if self.device.type != "cuda":
+            raise ValueError(f"device: expected an op on a CUDA device, whose launches can be timed, got {self.device}")
+        ops = (self, *together_with)
+
+        def choose(geometry: Geometry) -> None:
+            for op in ops:
+                op.tuned[num_tokens] = geometry
+                op._calls.clear()
+
+        tried = candidates_for(num_tokens, *self.heads[:3]) if candidates is None else list(candidates)
+        for geometry in tried:
+            check_geometry(geometry)
+        chosen = fastest(choose, step, tried)
+        choose(chosen)
+        return chosen
 
     def __call__(
         self,
@@ -182,9 +230,10 @@ class DecodeRope:
         unusual = (q_out, k_out, cache_positions, q_token_scale, k_scale, v_scale, q_scale)
         if not compiling and k is not None and unusual == _NONE:
             # The usual call, whose identity costs less to tell.
-            index, other = (block_table, slot_mapping) if self.addressing == "block_table" else (slot_mapping, block_table)
-            if other is None and self.cos_sin is not None:
-                given, flags = (q, k, v, k_cache, v_cache, self.cos_sin, positions, index, *self._held), ()
+            index, other = (block_table, slot_mapping) if self._paged else (slot_mapping, block_table)
+            cos_sin = self.cos_sin
+            if other is None and cos_sin is not None:
+                given, flags = (q, k, v, k_cache, v_cache, cos_sin, positions, index, *self._held), ()
                 plan = self._calls.find(flags, given)
                 if plan is not None and plan.again(given):
                     return q
@@ -216,7 +265,10 @@ class DecodeRope:
 
     def _call(self, q, k, v, k_cache, v_cache, positions, k_scale=None, v_scale=None, **optional) -> Append:
         scales = scale_fields(k_scale, v_scale)
-        return Append(q, k, v, k_cache, v_cache, self.cos_sin, positions, **scales, **optional, **self._fixed)
+        fixed = self._fixed
+        if self.tuned and q.shape[0] in self.tuned:
+            fixed = fixed | {"geometry": self.tuned[q.shape[0]]}
+        return Append(q, k, v, k_cache, v_cache, self.cos_sin, positions, **scales, **optional, **fixed)
 
     def _example(self, num_tokens: int, device: torch.device) -> Append:
         """A call such as this op will be given, with tensors of the right shapes and no meaning."""

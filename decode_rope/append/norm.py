@@ -6,6 +6,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 _ORDERS = ("before", "after")
+WEIGHTS = ("q_weight", "k_weight")  # as fields of `Append`
+_LEAST_EPS = 1e-25  # with less, fp32 cannot hold the scaled mean of a head of zeros
 
 
 class QKNorm(NamedTuple):
@@ -16,9 +18,9 @@ class QKNorm(NamedTuple):
 
     Attributes:
         q_weight, k_weight: `[D]` fp32, bf16 or fp16, contiguous, on the device of q; or None for a norm without weights.
-        eps: added to the mean, inside the root; greater than 0.
+        eps: added to the mean, inside the root; at least 1e-25.
         weight_offset: added to the weights in fp32; 1.0 for Gemma's, which are stored around 0.
-        order: "before" the rotation (Qwen3, Gemma 3, OLMo 2) or "after" it (Llama 4, HunYuan).
+        order: "before" the rotation (Qwen3, Gemma 3, GLM-4.5) or "after" it (Llama 4, HunYuan).
         v_norm: whether v is normalised too, without weights (Gemma 4).
         rounded: whether values are rounded to the dtype of q between norm and rotation, as models with separate modules do. False,
             the default, rounds once, at the end, and is nearer to the exact result.
@@ -49,12 +51,12 @@ def norm_fields(norm: QKNorm | None) -> dict:
         return {}
     if not isinstance(norm, QKNorm):
         raise TypeError(f"norm: expected a decode_rope.QKNorm or None, got {type(norm).__name__}")
-    for name, least in (("eps", 0.0), ("weight_offset", -math.inf)):
+    for name, least in (("eps", _LEAST_EPS), ("weight_offset", -math.inf)):
         number = getattr(norm, name)
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(f"norm.{name}: expected a number, got {type(number).__name__}")
-        if not least < number < math.inf:
-            wanted = "a finite number" if name == "weight_offset" else "a finite number greater than 0"
+        if not (math.isfinite(number) and number >= least):
+            wanted = "a finite number" if name == "weight_offset" else f"a finite number of at least {least:g}"
             raise ValueError(f"norm.{name}: expected {wanted}, got {number}")
     if not isinstance(norm.order, str) or norm.order not in _ORDERS:
         raise ValueError(f'norm.order: expected "before" or "after", got {norm.order!r}')
@@ -63,3 +65,8 @@ def norm_fields(norm: QKNorm | None) -> dict:
             raise TypeError(f"norm.{name}: expected a bool, got {type(getattr(norm, name)).__name__}")
     facts = NormFacts(float(norm.eps), float(norm.weight_offset), norm.order == "after", norm.v_norm, norm.rounded)
     return {"q_weight": norm.q_weight, "k_weight": norm.k_weight, "norm": facts}
+
+
+def by_public_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of an `Append`, by the names that its caller knows."""
+    return {f"norm.{name}" if name in WEIGHTS else name: x for name, x in tensors.items()}

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from decode_rope import accuracy, hf_config
-from decode_rope.hf_config import RopeConfig
-from decode_rope.hf_spec import RopeSpec
-from decode_rope.tables import frequencies
+from decode_rope.tables import accuracy, frequencies
+from decode_rope.tables.hf import config as hf_config
+from decode_rope.tables.hf.config import RopeConfig
+from decode_rope.tables.hf.spec import RopeSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
             from .table_plot import draw
 
             draw(args.plot, config.model_type, {name: kind for name, kind in kinds.items() if kind})
-    except (OSError, ValueError, NotImplementedError, ImportError) as error:
+    except (OSError, TypeError, ValueError, NotImplementedError, ImportError) as error:
         print(f"table: {error}", file=sys.stderr)
         return 2
     if args.json:

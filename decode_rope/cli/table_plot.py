@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from decode_rope import accuracy, scaling
-from decode_rope.tables import Exactness
+from decode_rope.tables import Exactness, accuracy, scaling
 
 if TYPE_CHECKING:
     from .table import Kind

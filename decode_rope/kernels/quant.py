@@ -49,13 +49,24 @@ def quantised_row(pairs, tail, scale, D: tl.constexpr, R: tl.constexpr, CODE: tl
     """The codes of rows, as (pairs, tail). `scale`: (one scale, or one a row,), or an empty tuple for a scale of 1."""
     factors = ()
     if len(scale) > 0:
-        bound = tl.minimum(2.0 * limit_of(CODE) * scale[0], _LARGEST)
-        factors = (scale[0], tl.div_rn(1.0, scale[0]), bound)
+        factors = _factors(scale[0], CODE)
     if R > 0:
         pairs = (_code(pairs[0], factors, CODE, NATIVE_CAST), _code(pairs[1], factors, CODE, NATIVE_CAST))
     if R < D:
         tail = (_code(tail[0], factors, CODE, NATIVE_CAST),)
     return pairs, tail
+
+
+@triton.jit
+def _factors(scale, CODE: tl.constexpr):
+    """What `_quotient` needs of a scale."""
+    inverse = tl.div_rn(1.0, scale)
+    bits = inverse.to(tl.uint32, bitcast=True)
+    all_ones = scale.to(tl.uint32, bitcast=True) & 0x7FFFFF == 0x7FFFFF
+    correction = (bits - all_ones.to(tl.uint32)).to(tl.float32, bitcast=True)
+    # Codes of 8-bit floats saturate by themselves.
+    bound = tl.minimum((1.0 if CODE == INT8 else 2.0) * limit_of(CODE) * scale, _LARGEST)
+    return scale, inverse, correction, bound
 
 
 @triton.jit
@@ -73,11 +84,11 @@ def _code(x, factors, CODE: tl.constexpr, NATIVE_CAST: tl.constexpr):
     LIMIT: tl.constexpr = limit_of(CODE)
     q = widen(x)
     if len(factors) > 0:
-        q = _quotient(q, factors[0], factors[1], factors[2])
+        q = _quotient(q, factors)
     if CODE == INT8:
-        # Adding 1.5 · 2^23 leaves no room for a fraction: the sum is rounded to an integer, halves to even.
-        whole = tl.minimum(tl.maximum(q, -LIMIT), LIMIT) + 12582912.0 - 12582912.0
-        return tl.where(q == q, whole, 0.0).to(tl.int32).to(tl.uint8)
+        # Adding 1.5 · 2^23 leaves no room for a fraction: the sum is rounded to an integer, halves to even, in its lowest bits.
+        sum = tl.minimum(tl.maximum(q, -LIMIT), LIMIT) + 12582912.0 if SOFT else q + 12582912.0
+        return tl.where(q == q, sum, 12582912.0).to(tl.uint32, bitcast=True).to(tl.uint8)
     elif NATIVE_CAST and CODE == E4M3:
         return q.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     elif NATIVE_CAST:
@@ -89,24 +100,22 @@ def _code(x, factors, CODE: tl.constexpr, NATIVE_CAST: tl.constexpr):
 
 
 @triton.jit
-def _quotient(x, scale, inverse, bound):
-    """`x / scale`, correctly rounded for scales from 2^-80 to 2^100. `bound`: magnitudes of x above it count as it, because their
+def _quotient(x, factors):
+    """`x / scale`, correctly rounded for scales from 2^-80 to 2^100. Magnitudes of x above the bound count as it, because their
     codes are the largest anyway; so infinity does not become NaN.
 
-    A product with the inverse is off by two units in the last place at most. Its remainder is exact and corrects it; a second time,
-    because of scales whose mantissa has all bits set. A division would take twice the instructions.
+    A product with the inverse is off by two units in the last place at most. Its remainder is exact and corrects it (Markstein
+    1990); if all bits of the scale's mantissa are set, with the next smaller inverse. A division takes twice the instructions.
     """
+    scale, inverse, correction, bound = factors
     if SOFT:  # its fma rounds twice
         return tl.div_rn(x, scale)
     else:
         x = tl.maximum(x, -bound, propagate_nan=tl.PropagateNan.ALL)
         x = tl.minimum(x, bound, propagate_nan=tl.PropagateNan.ALL)
         q = x * inverse
-        q = tl.fma(tl.fma(-q, scale, x), inverse, q)
-        q = tl.fma(tl.fma(-q, scale, x), inverse, q)
-        # The corrections make +0 of -0.
-        sign = x.to(tl.uint32, bitcast=True) & 0x80000000
-        return (q.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        # These signs keep that of a zero.
+        return tl.fma(tl.fma(q, scale, -x), -correction, q)
 
 
 @triton.jit

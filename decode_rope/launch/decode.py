@@ -127,4 +127,4 @@ def _reference(call: Append) -> None:
     reference.rope_append_decode(**arguments)
 
 
-DECODE = Spec(rope_append_decode_kernel, _values, _check, _reference)
+DECODE = Spec(rope_append_decode_kernel, Append, _values, _check, _reference)

@@ -32,8 +32,8 @@ class Plan:
     """
 
     __slots__ = (
-        "_alignments", "_groups", "_kept", "_known", "_ranges", "carveout", "compiled", "device", "faults", "flags", "grid",
-        "guard", "integers", "spec", "unaligned",
+        "_alignments", "_groups", "_is_usual", "_kept", "_known", "_ranges", "carveout", "compiled", "device", "faults", "flags",
+        "grid", "guard", "integers", "spec", "unaligned",
     )  # fmt: skip
 
     def __init__(self, spec: Spec, call: Record, device: torch.device, *, aligned: bool = True):
@@ -65,13 +65,24 @@ class Plan:
             (roles[name].parameter, end - start, _group(roles[name].kind))
             for name, (start, end) in ((name, span(x)) for name, x in given_tensors(call).items())
         ]
+        self._is_usual = len(self._ranges) == 8  # as a decode step with one index and no outputs of its own has
         self._known: set[tuple] = set()
         self._kept: dict[tuple, tuple] = {}
 
     def again(self, given: tuple[Tensor, ...]) -> bool:
         """Launch once more on the memory of an earlier call; False, and nothing done, if there was none with it. `given`: the
         call's tensors that are not None."""
-        packed = self._kept.get((*[x.data_ptr() for x in given], machine.stream(self.device))) if self._kept else None
+        kept = self._kept
+        if not kept:
+            return False
+        if self._is_usual:  # written out, this takes 0.4 µs less, of 2.3 for a whole call
+            q, k, v, k_cache, v_cache, cos_sin, positions, index = given
+            packed = kept.get((
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), cos_sin.data_ptr(),
+                positions.data_ptr(), index.data_ptr(), machine.stream(self.device),
+            ))  # fmt: skip
+        else:
+            packed = kept.get((*[x.data_ptr() for x in given], machine.stream(self.device)))
         if packed is None or machine.device() != self.device or machine.hooks:
             return False
         if machine.cu_launch(*packed):

@@ -119,4 +119,4 @@ def _reference(call: Append) -> None:
     reference.rope_append_prefill(**reference_arguments(call))
 
 
-PREFILL = Spec(rope_append_prefill_kernel, _values, _check, _reference)
+PREFILL = Spec(rope_append_prefill_kernel, Append, _values, _check, _reference)

@@ -83,7 +83,7 @@ def _reference(call: Rotation) -> None:
         )  # fmt: skip
 
 
-ROPE = Spec(apply_rope_kernel, _values, check_rotation, _reference)
+ROPE = Spec(apply_rope_kernel, Rotation, _values, check_rotation, _reference)
 BOOK = Book(ROPE)
 
 

@@ -26,6 +26,7 @@ class Values(NamedTuple):
 class Spec(NamedTuple):
     """One kernel.
 
+    record: what its calls are.
     values: (checked call, device, aligned) -> Values. `aligned` of False assumes no alignment beyond that of one element. Only
         shapes, strides and dtypes of the call's tensors are looked at, so they may be on the meta device.
     check: raises for a call that breaks a rule.
@@ -33,6 +34,7 @@ class Spec(NamedTuple):
     """
 
     kernel: Any
+    record: type[Record]
     values: Callable[[Any, torch.device, bool], Values]
     check: Callable[[Record], None]
     reference: Callable[[Record], None]

@@ -1,0 +1,1 @@
+"""Hugging Face configurations: which rotary embedding every layer of a model has."""
