@@ -110,10 +110,9 @@ def make_step(
     layers: list[Layer],
     weights: list[Weights],
     attend: Attention,
+    start: Tensor,
 ) -> Launch:
-    """The whole step, from the same hidden states in every call and for every provider; returns the last layer's."""
-    generator = torch.Generator(device=case.device).manual_seed(2)
-    start = torch.randn((case.tokens, case.model.hidden), device=case.device, generator=generator).to(case.dtype)
+    """The whole step, from the same hidden states `start` in every call and for every provider; returns the last layer's."""
     launches = [bind_layer(provider, network, case, meta, layer, weight) for layer, weight in zip(layers, weights, strict=True)]
 
     def step() -> Tensor:
@@ -153,12 +152,14 @@ def measure(cell: Cell, providers: list[Provider], runner: Runner, process: int,
     meta = decode_meta(case, cell.context, 0, full=True)
     layers = make_layers(case, meta, network.layers, 0, fill=True)
     attention, attend = make_attention(case, meta, pdl)
+    generator = torch.Generator(device=case.device).manual_seed(2)
+    start = torch.randn((case.tokens, case.model.hidden), device=case.device, generator=generator).to(case.dtype)
     status = runner.verified(providers, case)
     by_name = {p.name: p for p in passed(providers, status)}
 
     def build(name: str) -> Launch:
         def make() -> Launch:
-            return make_step(by_name[name], network, case, meta, layers, weights, attend)
+            return make_step(by_name[name], network, case, meta, layers, weights, attend, start)
 
         step = make()
         if getattr(by_name[name], "tuned", False) and not dry:

@@ -2,7 +2,8 @@
 
 Rooms, from the top down; imports point down only:
 
-    cli/        the commands                demo/     a small model that decodes through the package
+    cli/        the commands                examples/   a server loop, adapters for other servers
+    hf/         model.py (PagedModel)  families.py  attention.py  flashinfer_attention.py  graphs.py  patch.py (enable)  loading.py
     api/        functions.py  mla.py  prepared.py (DecodeRope)  bound.py (what prepared ops share)  tuning.py  registry.py (get_op)
     compile/    PyTorch operators for torch.compile: operators.py (what all share)  append.py  mla.py  rope.py
     launch/     spec.py (what differs from kernel to kernel)  decode.py  prefill.py  mla.py  rope.py  append.py (what appends share)
@@ -26,7 +27,7 @@ To add
     an argument      signature (api/functions.py), record and role (append/arguments.py), check (append/checks.py),
                      reference.py, kernel (kernels/decode.py, prefill.py), spec (launch/append.py)
     a rope type      a function in tables/scaling.py
-    a model family   tables/hf/families.py
+    a model family   tables/hf/families.py; to run it, hf/families.py
     a kernel         a file in kernels/, its spec in launch/, a section of append/checks.py
     a peer           a file in bench/providers/, a line in its registry
 """

@@ -6,7 +6,9 @@ free list on the host. It launches no kernel of this package: `rope_append_decod
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +18,20 @@ _UNALLOCATED = -1
 
 class CacheFull(RuntimeError):
     """No free page, or no free request id. Nothing was changed: free or preempt a request and try again."""
+
+
+class PageIndices(NamedTuple):
+    """The pages of a batch as FlashInfer's wrappers plan them, int32.
+
+    Attributes:
+        indptr: `[rows + 1]`; row r has the pages `indices[indptr[r]:indptr[r + 1]]`.
+        indices: `[pages of all rows]`, in token order.
+        last_page_len: `[rows]`, tokens in the last page of each row; 0 for a row without pages.
+    """
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
 
 
 class PagedKVCache:
@@ -42,7 +58,10 @@ class PagedKVCache:
         k_storage, v_storage: `[num_layers, *page layout]`, zero at the start so that masked attention over
             unused slots stays finite. Pages are not cleared when they are freed.
 
-    `allocate`, `append`, `append_many` and `free` either succeed or raise before anything changes. The class
+    Requests that were forked share their pages until one of them appends to a page that is not full: that one
+    then gets a copy of the page. So write only to positions that `append` has just returned.
+
+    `allocate`, `append`, `append_many`, `fork` and `free` either succeed or raise before anything changes. The class
     is not thread-safe, and its bookkeeping runs on the host: call it between graph replays, never inside a
     capture.
 
@@ -99,6 +118,7 @@ class PagedKVCache:
         self._free_pages = list(range(num_pages))[::-1]
         self._free_requests = list(range(max_requests))[::-1]
         self._pages: list[list[int]] = [[] for _ in range(max_requests)]
+        self._sharers = [0] * num_pages  # requests that hold a page
         self._lengths: list[int | None] = [None] * max_requests
 
     @property
@@ -108,6 +128,7 @@ class PagedKVCache:
 
     @property
     def num_free_pages(self) -> int:
+        """Pages that no request holds."""
         return len(self._free_pages)
 
     @property
@@ -166,8 +187,31 @@ class PagedKVCache:
         counts = self._counts(requests, n)
         return self._claim(requests, counts)
 
+    def fork(self, request: int) -> int:
+        """Start a request with the tokens of `request`, sharing its pages, and return its id.
+
+        For beams, several samples of one prompt, and common prefixes. No K or V is copied until one of the
+        sharers appends to the last page while it is not full; that `append` takes one page more.
+
+        Raises:
+            CacheFull: no free request id.
+            ValueError: unknown `request`.
+        """
+        length = self._live(request)
+        if not self._free_requests:
+            raise CacheFull(f"all {self.max_requests} requests are in use; free one, or raise max_requests")
+        self._refuse_capture()
+        fork, pages = self._free_requests[-1], self._pages[request]
+        if pages:
+            self.block_table[fork, : len(pages)].copy_(self.block_table[request, : len(pages)])
+        self._free_requests.pop()
+        for page in pages:
+            self._sharers[page] += 1
+        self._pages[fork], self._lengths[fork] = list(pages), length
+        return fork
+
     def free(self, request: int) -> None:
-        """Give the pages of `request` back and set its block-table row to -1. Its id becomes invalid.
+        """Give back the pages that only `request` holds and set its block-table row to -1. Its id becomes invalid.
 
         Raises:
             ValueError: unknown `request`, or freed already.
@@ -177,7 +221,9 @@ class PagedKVCache:
         pages = self._pages[request]
         if pages:
             self.block_table[request, : len(pages)].fill_(_UNALLOCATED)
-        self._free_pages.extend(reversed(pages))
+        for page in pages:
+            self._sharers[page] -= 1
+        self._free_pages.extend(page for page in reversed(pages) if not self._sharers[page])
         self._free_requests.append(request)
         self._pages[request] = []
         self._lengths[request] = None
@@ -198,6 +244,33 @@ class PagedKVCache:
             pages = torch.tensor(self._pages[request], dtype=torch.int64)
             slots.append(pages[positions // self.page_size] * self.page_size + positions % self.page_size)
         return self._to_device(torch.cat(slots))
+
+    def page_indices(self, requests: Sequence[int], *, pad_to: int | None = None) -> PageIndices:
+        """The pages of a batch, row i is `requests[i]`, as `plan` of FlashInfer's paged wrappers takes them.
+
+        Call it after `append`: the tokens just reserved count. The tensors are on the CPU, where `plan` reads
+        them; pinned beside a CUDA cache.
+
+        Args:
+            requests: live ids.
+            pad_to: rows to have, at least one for each request. Rows past the requests have one token of page 0.
+
+        Raises:
+            ValueError: unknown request, or `pad_to` below the number of requests.
+        """
+        pad_to = len(requests) if pad_to is None else pad_to
+        if pad_to < len(requests):
+            raise ValueError(f"pad_to: expected at least a row for each of {len(requests)} requests, got {pad_to}")
+        padding = pad_to - len(requests)
+        lengths = [self._live(request) for request in requests] + [1] * padding
+        pages = [self._pages[request] for request in requests] + [[0]] * padding
+        indptr = [0]
+        for row in pages:
+            indptr.append(indptr[-1] + len(row))
+        last = [(length - 1) % self.page_size + 1 if length else 0 for length in lengths]
+        pinned = self.block_table.is_cuda
+        columns = (indptr, [page for row in pages for page in row], last)
+        return PageIndices(*(torch.tensor(column, dtype=torch.int32, pin_memory=pinned) for column in columns))
 
     def gather(self, layer: int, request: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Contiguous copies of one request's K and V, `[length, heads, head_dim]` and `[.., v_head_dim]`.
@@ -245,29 +318,45 @@ class PagedKVCache:
         grown = []
         rows: list[int] = []
         columns: list[int] = []
+        copied: list[tuple[int, int]] = []  # which of the new pages begins as a copy, and of which page
+        leaving: Counter[int] = Counter()
         for request, count in zip(requests, counts, strict=True):
-            start = self._lengths[request] or 0
-            if start + count > self.max_tokens_per_request:
-                raise ValueError(
-                    f"request {request} cannot grow from {start} to {start + count} tokens: a row of the "
-                    f"block table holds {self.max_pages_per_request} pages of {self.page_size}; raise "
-                    "max_pages_per_request"
-                )
+            start, held = self._lengths[request] or 0, self._pages[request]
+            self._check_row(request, start, count)
             grown.append(range(start, start + count))
-            new = range(len(self._pages[request]), -(-(start + count) // self.page_size))
+            first = len(held)
+            if count and start % self.page_size and self._sharers[held[-1]] - leaving[held[-1]] > 1:
+                first -= 1
+                leaving[held[-1]] += 1
+                copied.append((len(rows), held[-1]))
+            new = range(first, -(-(start + count) // self.page_size))
             rows.extend([request] * len(new))
             columns.extend(new)
         if len(rows) > self.num_free_pages:
             raise CacheFull(f"{len(rows)} pages needed and {self.num_free_pages} of {self.num_pages} free; free a request first")
         pages = self._free_pages[: -len(rows) - 1 : -1]
         self._refuse_capture()
+        for index, source in copied:
+            for storage in (self.k_storage, self.v_storage):
+                storage[:, pages[index]].copy_(storage[:, source])
         self._write_table(rows, columns, pages)
         del self._free_pages[self.num_free_pages - len(rows) :]
-        for request, page in zip(rows, pages, strict=True):
-            self._pages[request].append(page)
+        for request, column, page in zip(rows, columns, pages, strict=True):
+            self._pages[request][column:] = [page]
+            self._sharers[page] = 1
+        for _, source in copied:
+            self._sharers[source] -= 1
         for request, positions in zip(requests, grown, strict=True):
             self._lengths[request] = positions.stop
         return grown
+
+    def _check_row(self, request: int, start: int, count: int) -> None:
+        if start + count > self.max_tokens_per_request:
+            raise ValueError(
+                f"request {request} cannot grow from {start} to {start + count} tokens: a row of the "
+                f"block table holds {self.max_pages_per_request} pages of {self.page_size}; raise "
+                "max_pages_per_request"
+            )
 
     def _write_table(self, rows: list[int], columns: list[int], pages: list[int]) -> None:
         if not rows:

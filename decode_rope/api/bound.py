@@ -53,8 +53,9 @@ class Prepared:
     def _check_facts(self) -> None:
         """The rules for everything but where tensors are, on an example that costs no memory of the device."""
         example = self._example(1, torch.device("cpu"))
+        given = given_tensors(example).items()
         elsewhere = {
-            name: torch.empty_like(x, device="cpu") for name, x in given_tensors(example).items() if x.device.type != "cpu"
+            name: torch.empty_like(x, device="cpu") for name, x in given if isinstance(x, Tensor) and x.device.type != "cpu"
         }
         self.spec.check(example._replace(**(elsewhere | {"cos_sin_cache": None})))
 

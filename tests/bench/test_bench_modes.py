@@ -184,5 +184,5 @@ def test_all_parts_are_commands_and_share_what_time_is_left(monkeypatch, capsys)
 
 def test_the_readme_shows_the_results_file():
     found = summary.load()
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     assert f"{summary.caption(found)}\n\n{summary.table(found)}\n" in readme

@@ -17,7 +17,7 @@ from bench.step_cell import Cell
 from bench.transformer import NETWORKS, TINY_NETWORK
 
 pytest_plugins = ["bench_fixtures"]
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = Cell(TINY_NETWORK, 2, 40)
 NAMES = ("flashinfer", "ours", "sglang")
 
@@ -203,7 +203,7 @@ from bench.attention import triton_attention
 from bench.buffers import Case, decode_meta, make_layers
 from bench.transformer import EPS, add_rms_norm, head_rms_norm, silu_mul
 from bench.workloads import TINY
-from tests.bench_on_cpu import sdpa
+from tests.bench.bench_on_cpu import sdpa
 
 case = Case(TINY, 2, torch.device("cpu"), torch.float32)
 meta = decode_meta(case, 80, 0)

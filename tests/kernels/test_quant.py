@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from quantised import E4M3, E5M2, FUNCTIONS, INT8, assert_same, hard_numbers, moved, quantised_call
+from refused_options import BAD, arguments
 
 import decode_rope
 from decode_rope import DecodeRope, QKNorm, reference
@@ -164,37 +165,16 @@ def test_a_cache_is_read_back_as_numbers(kv_dtype):
 # Errors
 
 
-def bad(match: str, error: type[Exception], *, kv_dtype=E4M3, scale="one", **changes) -> None:
-    call = quantised_call(1, kv_dtype, scale=scale)
-    for function in FUNCTIONS:
-        before = {name: x.clone() for name, x in call.tensors.items()}
-        with pytest.raises(error, match=match):
-            getattr(decode_rope, function)(**(call.tensors | call.options | changes))
-        assert all(torch.equal(before[name].view(torch.uint8), x.view(torch.uint8)) for name, x in call.tensors.items())
-
-
-def test_errors_name_the_argument():
-    bad("^k_cache: expected the dtype of k", TypeError, k_cache=torch.zeros(12, 4, 2, 16, dtype=torch.float8_e4m3fnuz))
-    bad("^k_cache: expected kv_dtype to say", TypeError, k_cache=torch.zeros(12, 4, 2, 16, dtype=torch.uint8))
-    bad("^v_scale: expected float32", TypeError, v_scale=torch.ones(1, dtype=torch.float64))
-    bad("^v_scale: expected shape", ValueError, v_scale=torch.ones(3))
-    bad("^k_scale: expected positive finite", ValueError, k_scale=torch.tensor([0.0]))
-    bad("^k_scale: expected positive finite", ValueError, k_scale=torch.tensor([math.nan]))
-    bad("^k_scale: expected a torch.Tensor", TypeError, k_scale=0.5)
-    bad("^k_scale: expected shape", ValueError, k_scale=torch.ones(12, 4, 3))
-    bad("^k_scale: expected every element at its own", ValueError, k_scale=torch.ones(1, 1, 1).expand(12, 4, 2))
-    bad("^k_scale: expected a scale for an int8", ValueError, kv_dtype=INT8, k_scale=None)
-    bad("^k_scale: expected a scale of shape", ValueError, kv_dtype=E5M2, k_scale=torch.ones(12, 4, 2))
-    bad("^q_scale: expected None without", ValueError, q_scale=torch.ones(1))
-    bad("^q_out: expected the dtype of q", TypeError, q_out=torch.zeros(5, 4, 16).to(E5M2))
-    bad("^q_scale: expected shape", ValueError, q_out=torch.zeros(5, 4, 16).to(E4M3), q_scale=torch.ones(4))
-
-
-def test_a_native_cache_has_no_scale():
-    call = quantised_call(1, E4M3, scale="none")
-    native = {name: torch.zeros(12, 4, 2, 16, dtype=torch.bfloat16) for name in ("k_cache", "v_cache")}
-    with pytest.raises(ValueError, match=r"^k_scale: expected None, because k_cache holds"):
-        decode_rope.rope_append_decode(**(call.tensors | call.options | native), k_scale=torch.ones(1))
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(("error", "words", "changes", "kv_dtype"), BAD, ids=[f"{i} {bad[1]}" for i, bad in enumerate(BAD)])
+def test_a_bad_option_is_refused_by_name_and_nothing_is_written(error, words, changes, kv_dtype, function):
+    given = arguments(changes, kv_dtype)
+    before = {name: x.clone() for name, x in given.items() if isinstance(x, torch.Tensor)}
+    with pytest.raises(error) as caught:
+        getattr(decode_rope, function)(**given)
+    assert str(caught.value).startswith(words) and type(caught.value) is error
+    for name, x in before.items():
+        assert torch.equal(x.contiguous().view(torch.uint8), given[name].contiguous().view(torch.uint8)), name
 
 
 # Prepared

@@ -59,7 +59,7 @@ BAD = [
     (TypeError, "kv_norm.weight: expected dtype", lambda c: {"kv_norm": LatentNorm(c["weight"].double(), 1e-6)}),
     (ValueError, r"kv_norm.weight: expected shape \[32\]", lambda c: {"kv_norm": LatentNorm(c["weight"][:31], 1e-6)}),
     (ValueError, "kv_norm.weight: expected stride 1", lambda c: {"kv_norm": LatentNorm(bf16(64)[::2], 1e-6)}),
-    (ValueError, "kv_norm.eps: expected a finite number greater than 0", lambda c: {"kv_norm": LatentNorm(c["weight"], 0.0)}),
+    (ValueError, "kv_norm.eps: expected a finite number of at least 1e-25", lambda c: {"kv_norm": LatentNorm(c["weight"], 0.0)}),
     (TypeError, "kv_norm.eps: expected a number", lambda c: {"kv_norm": LatentNorm(c["weight"], "1e-6")}),
     (ValueError, "q_out: expected shape", lambda c: {"q_out": bf16(3, 3, 8)}),
     (ValueError, "q_out: expected memory of its own", lambda c: {"q_out": c["cache"].view(-1)[:144].view(3, 3, 16)}),
