@@ -241,13 +241,23 @@ def _wavelengths(rotary_dim: int, theta: float, dtype: torch.dtype) -> torch.Ten
     return theta**exponents
 
 
-def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    def magnitude(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+def softmax_factor(parameters: Mapping[str, Any]) -> float:
+    """What a model with multi-head latent attention multiplies the scale of its softmax by: `g(mscale_all_dim)²` with the `g` of
+    `yarn`; 1 for the default rope type and without `mscale_all_dim`. It is no part of `attention_scaling`, nor of a table."""
+    mscale_all_dim, factor = parameters.get("mscale_all_dim"), parameters.get("factor")
+    if not mscale_all_dim or not factor or (parameters.get("rope_type") or "default") == "default":
+        return 1.0
+    return _magnitude(factor, mscale_all_dim) ** 2
 
+
+def _magnitude(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
     if mscale and mscale_all_dim:
-        return magnitude(mscale) / magnitude(mscale_all_dim)
-    return magnitude(1)
+        return _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
+    return _magnitude(factor, 1)
 
 
 def _ntk_exponent(rotary_dim: int) -> float:

@@ -30,6 +30,8 @@ class RopeTable:
         inv_freq: fp32 CPU `[rotary_dim / 2]`, radians per position.
         rope_type: one of `decode_rope.tables.scaling.ROPE_TYPES`.
         description: the rope type and what it is scaled by, for people.
+        softmax_factor: what a model with multi-head latent attention multiplies the scale of its softmax by, `(nope_dim + rope_dim)
+            ** -0.5` (YaRN with mscale_all_dim, as in DeepSeek-V3 and Kimi-K2), else 1.0. It is not in the table.
         rotates_tail: the last `rotary_dim` dims of a head rotate, not the first: pass that slice of q and k (DeepSeek-V4).
     """
 
@@ -42,6 +44,7 @@ class RopeTable:
     rope_type: str
     description: str
     rotates_tail: bool = False
+    softmax_factor: float = 1.0
 
     @property
     def max_position(self) -> int:
@@ -235,6 +238,7 @@ def _from_spec(
         rope_type=spec.rope_type,
         description=described,
         rotates_tail=spec.rotates_tail,
+        softmax_factor=scaling.softmax_factor(spec.parameters),
     )
     return table if where is None else table.to(where)
 
