@@ -147,6 +147,10 @@ def test_loads_of_rows_are_issued_before_those_that_wait():
     assert accesses_of(latent).count(128) == 0, "rows are loaded after the fence"
 
 
+def test_pairs_that_move_wait_for_all_reads():
+    assert "bar.sync" in compiled(interleaved_out=False).asm["ptx"]
+
+
 def accesses_of(ptx: str) -> list[int]:
     found = re.findall(r"ld\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bfu](\d+)", ptx)
     return [int(bits) * int(count or 1) for count, bits in found]
