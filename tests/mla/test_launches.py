@@ -26,6 +26,7 @@ SPECS = {
     "NeoX": PLAIN.but(interleaved_in=False, interleaved_out=False),
     "q_out, own places": PLAIN.but(q_out=True, cache_positions=[1, 2, 19]),
     "pair": PLAIN.but(cache="pair, 4-D and strided"),
+    "latents of 12, keys of 20": PLAIN.but(latent_dim=12, rope_dim=20, rows="separate"),
     "slots": PLAIN.but(block_table=None, slots=[3, 9]),
     "two a request": PLAIN.but(positions=[3, 4, 7], tokens_per_request=2),
     "ragged": RAGGED.but(norm=torch.bfloat16),
