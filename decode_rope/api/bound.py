@@ -120,6 +120,19 @@ def check_addressing(addressing) -> None:
         raise ValueError(f'addressing: expected "block_table" or "slot_mapping", got {addressing!r}')
 
 
+def check_dtypes(dtypes: dict) -> None:
+    for name, choice in dtypes.items():
+        if not isinstance(choice, torch.dtype):
+            raise TypeError(f"{name}: expected a torch.dtype, got {choice!r}")
+
+
+def check_kept(tensors: dict, device: torch.device) -> None:
+    """The rule for tensors that every call of an op has: they are on its device."""
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.device != device:
+            raise ValueError(f"{name}: expected device {device}, got {x.device}; use .to(device)")
+
+
 def device_of(device) -> torch.device:
     """`device` with its index; None is the current CUDA device."""
     if device is None and not torch.cuda.is_available():

@@ -12,7 +12,7 @@ from ..compile import mla as operators
 from ..launch.book import Book
 from ..launch.mla import MLA, MLAGeometry, mla_geometry
 from ..launch.platform import check_pdl
-from .bound import ADDRESSING, Bound, Prepared, check_addressing, device_of
+from .bound import ADDRESSING, Bound, Prepared, check_addressing, check_dtypes, check_kept, device_of
 
 CALLS = Book(MLA)
 
@@ -199,9 +199,7 @@ class DecodeMLA(Prepared):
         for name, flag in flags.items():
             check_bool(name, flag)
         index_dtype = index_dtype or (torch.int32 if addressing == "block_table" else torch.int64)
-        for name, choice in {"dtype": dtype, "positions_dtype": positions_dtype, "index_dtype": index_dtype}.items():
-            if not isinstance(choice, torch.dtype):
-                raise TypeError(f"{name}: expected a torch.dtype, got {choice!r}")
+        check_dtypes({"dtype": dtype, "positions_dtype": positions_dtype, "index_dtype": index_dtype})
         self.device = device_of(device)
         _, _, self.cos_sin, read, written = mla_fields(None, cos_sin_cache, interleaved_in, interleaved_out)
         self.num_heads, self.rope_dim, self.latent_dim, self.page_size = num_heads, rope_dim, latent_dim, page_size
@@ -212,9 +210,7 @@ class DecodeMLA(Prepared):
             "interleaved_out": written, "enable_pdl": enable_pdl, "metadata_ready": metadata_ready, "geometry": geometry,
         }  # fmt: skip
         self._calls = Book(MLA, self._check)
-        for name, x in (("cos_sin_cache", self.cos_sin), ("kv_norm.weight", self._fixed.get("kv_weight"))):
-            if isinstance(x, Tensor) and x.device != self.device:
-                raise ValueError(f"{name}: expected device {self.device}, got {x.device}; use .to(device)")
+        check_kept({"cos_sin_cache": self.cos_sin, "kv_norm.weight": self._fixed.get("kv_weight")}, self.device)
         check_mla_table(self.cos_sin, rope_dim)
         self._check_facts()
         check_pdl(enable_pdl, self.device)

@@ -15,7 +15,7 @@ from ..compile import append as operators
 from ..launch.book import Book
 from ..launch.decode import DECODE, Geometry, check_geometry, decode_geometry
 from ..launch.platform import check_pdl
-from .bound import ADDRESSING, Bound, Prepared, check_addressing, device_of
+from .bound import ADDRESSING, Bound, Prepared, check_addressing, check_dtypes, check_kept, device_of
 from .tuning import candidates_for, fastest
 
 _NONE = (None,) * 7
@@ -91,9 +91,7 @@ class DecodeRope(Prepared):
         for name, number, least in [*((name, n, 1) for name, n in sizes.items()), ("num_kv_heads", num_kv_heads, 0)]:
             check_integer(name, number, least)
         dtypes = {"dtype": dtype, "kv_dtype": kv_dtype or dtype, "positions_dtype": positions_dtype, "index_dtype": index_dtype}
-        for name, choice in dtypes.items():
-            if not isinstance(choice, torch.dtype):
-                raise TypeError(f"{name}: expected a torch.dtype, got {choice!r}")
+        check_dtypes(dtypes)
         if num_kv_heads == 0 and (k_out or cache_positions):
             raise ValueError("k_out, cache_positions: expected False with num_kv_heads=0, which has no k and no cache")
         if geometry is not None:
@@ -122,9 +120,7 @@ class DecodeRope(Prepared):
         if self.cos_sin is not None:
             check_table(self.cos_sin, head_dim)
         held = {name: self._fixed.get(name) for name in ("axis_map", *WEIGHTS)} | {"cos_sin_cache": self.cos_sin}
-        for name, x in by_public_name(held).items():
-            if isinstance(x, Tensor) and x.device != self.device:
-                raise ValueError(f"{name}: expected device {self.device}, got {x.device}; use .to(device)")
+        check_kept(by_public_name(held), self.device)
         self._check_facts()
         check_pdl(enable_pdl, self.device)
 

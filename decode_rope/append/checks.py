@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .arguments import Append, MLAAppend, Rotation, given_tensors
 from .codes import CODES, DYNAMIC, cache_dtype, is_float8
-from .layout import cache_view, share_memory
+from .layout import KV_LAYOUTS, cache_view, share_memory
 from .norm import WEIGHTS, by_public_name
 from .rules import (
     DTYPES,
@@ -20,6 +20,7 @@ from .rules import (
     check_choice,
     check_dense,
     check_device,
+    check_dtype,
     check_index_dtype,
     check_last_dim,
     check_like,
@@ -28,8 +29,6 @@ from .rules import (
     check_table,
     check_tensor,
 )
-
-LAYOUTS = ("NHD", "HND")
 
 
 def check_append(call: Append, *, prefill: bool) -> None:
@@ -103,8 +102,7 @@ def _activations(call: Append, live: bool) -> None:
 
 def _activation(name: str, x, heads: str) -> None:
     check_tensor(name, x)
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{name}: expected dtype bfloat16, float16 or float32, got {x.dtype}")
+    check_dtype(name, x)
     if x.dim() != 3:
         raise ValueError(
             f"{name}: expected 3 dimensions [tokens, {heads}, head_dim], got shape {tuple(x.shape)}; "
@@ -136,8 +134,7 @@ def _factors(call: Append) -> None:
         if weight is None:
             continue
         check_tensor(f"norm.{name}", weight)
-        if weight.dtype not in DTYPES:
-            raise TypeError(f"norm.{name}: expected dtype bfloat16, float16 or float32, got {weight.dtype}")
+        check_dtype(f"norm.{name}", weight)
         if tuple(weight.shape) != (call.q.shape[2],):
             hint = "; a norm over all heads together needs a launch of its own before this one" if weight.dim() == 1 else ""
             raise ValueError(
@@ -345,7 +342,7 @@ def check_rotation(call: Rotation) -> None:
     """
     x, layout = call.x, call.layout
     check_tensor("x", x)
-    check_choice("layout", layout, LAYOUTS)
+    check_choice("layout", layout, KV_LAYOUTS)
     check_bool("is_neox", call.is_neox)
     check_bool("inverse", call.inverse)
     if x.dtype not in DTYPES and not (x.dtype == torch.float64 and x.device.type == "cpu"):

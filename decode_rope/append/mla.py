@@ -5,12 +5,12 @@ from torch import Tensor
 from .arguments import MLAAppend, given_tensors
 from .checks import check_addressing, check_cu_seqlens, check_per_token
 from .rules import (
-    DTYPES,
     MAX_TOKENS,
     check_aliasing,
     check_bool,
     check_dense,
     check_device,
+    check_dtype,
     check_enable_pdl,
     check_integer,
     check_last_dim,
@@ -64,8 +64,7 @@ def check_mla_table(cos_sin_cache, rope_dim: int) -> None:
 def _rows(call: MLAAppend) -> None:
     q = call.q_pe
     check_tensor("q_pe", q)
-    if q.dtype not in DTYPES:
-        raise TypeError(f"q_pe: expected dtype bfloat16, float16 or float32, got {q.dtype}")
+    check_dtype("q_pe", q)
     if q.dim() != 3 or q.shape[1] < 1 or q.shape[2] < 1:
         raise ValueError(
             f"q_pe: expected shape [tokens, heads, rope_dim], got {tuple(q.shape)}; "
@@ -91,8 +90,7 @@ def _weight(call: MLAAppend) -> None:
     weight = call.kv_weight
     if weight is None:
         return
-    if weight.dtype not in DTYPES:
-        raise TypeError(f"kv_norm.weight: expected dtype bfloat16, float16 or float32, got {weight.dtype}")
+    check_dtype("kv_norm.weight", weight)
     if tuple(weight.shape) != (call.kv_c.shape[-1],):
         raise ValueError(f"kv_norm.weight: expected shape [{call.kv_c.shape[-1]}], one per element, got {tuple(weight.shape)}")
     check_dense("kv_norm.weight", weight)

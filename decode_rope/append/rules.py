@@ -65,6 +65,11 @@ def check_dense(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: expected stride 1, got {x.stride(0)}; call .contiguous() on it")
 
 
+def check_dtype(name: str, x: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected dtype bfloat16, float16 or float32, got {x.dtype}")
+
+
 def check_index_dtype(name: str, x: Tensor) -> None:
     if x.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name}: expected int32 or int64, got {x.dtype}")

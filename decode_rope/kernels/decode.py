@@ -8,13 +8,15 @@ It writes only `q_out`, `k_out`, the addressed cache slots, and on a fault the f
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from .heads import load_angles, past_table
 from .norm import changed_rows, load_weights, normed_row
 from .quant import load_scale, quantised_row, row_scale
 from .rotation import (
+    EVICT,
     POSITION,
+    begin,
     copy_span,
     issue_loads,
     kernel,
@@ -31,10 +33,6 @@ from .rotation import (
     tile_rows,
     turns,
 )
-
-# Metadata is of all layers. To keep it in the L2 cache while a layer's weights go by is worth 0.1-0.4 us a launch (H200, behind a
-# projection of 50 MB).
-EVICT = tl.constexpr("evict_last")
 
 
 @triton.jit
@@ -349,15 +347,7 @@ def rope_append_decode_kernel(
     PREFETCH: tl.constexpr,  # read positions, index and table before the PDL wait; then 2 is as 1
     FENCE: tl.constexpr,  # hold NVIDIA's compiler to our order of loads
 ):
-    # A dependent kernel waits for our completion before it reads, so it may be scheduled from here on: worth 0.2-0.4 us at
-    # small grids (H200).
-    if PDL:
-        if PDL == 1 or (PDL == 2 and PREFETCH):
-            gdc_launch_dependents()
-        if not PREFETCH:
-            gdc_wait()
-            if PDL == 2:
-                gdc_launch_dependents()
+    begin(PDL, PREFETCH)
     NQ: tl.constexpr = (HQ + BHQ - 1) // BHQ
     NK: tl.constexpr = (HKV + BHK - 1) // BHK
     pid = tl.program_id(0)

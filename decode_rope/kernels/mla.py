@@ -9,11 +9,12 @@ It writes only `q_out`, the addressed cache slots, and on a fault the fault reco
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-from .decode import EVICT
 from .norm import BEFORE, changed_rows, load_weights
 from .rotation import (
+    EVICT,
+    begin,
     copy_span,
     issue_loads,
     kernel,
@@ -238,13 +239,7 @@ def rope_append_mla_kernel(
     PREFETCH: tl.constexpr,
     FENCE: tl.constexpr,  # hold NVIDIA's compiler to our order of loads
 ):
-    if PDL:
-        if PDL == 1 or (PDL == 2 and PREFETCH):
-            gdc_launch_dependents()
-        if not PREFETCH:
-            gdc_wait()
-            if PDL == 2:
-                gdc_launch_dependents()
+    begin(PDL, PREFETCH)
     NQ: tl.constexpr = (H + BHQ - 1) // BHQ if cos_sin_ptr is not None or Q_OUT else 0  # Q that stays as it is has no programs
     pid = tl.program_id(0)
     sequences = (cu_seqlens_ptr, num_requests)

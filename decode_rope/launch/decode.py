@@ -17,8 +17,8 @@ from .platform import INTERPRETED, check_pdl, pdl_mode
 from .spec import Spec, Values
 from .tiles import power_of_two
 
-VERY_FEW_ELEMENTS, FEW_ELEMENTS = 100_000, 350_000  # of q, k and v together
-MANY_Q_COLUMNS = 4096
+_VERY_FEW_ELEMENTS, _FEW_ELEMENTS = 100_000, 350_000  # of all rows together
+_MANY_Q_COLUMNS = 4096
 
 
 class Geometry(NamedTuple):
@@ -50,19 +50,24 @@ class Geometry(NamedTuple):
 
 def check_geometry(geometry) -> None:
     """Raise a TypeError or ValueError for a geometry no kernel can be built with."""
-    if not isinstance(geometry, Geometry):
-        raise TypeError(f"geometry: expected a decode_rope.launch.decode.Geometry, got {type(geometry).__name__}")
+    check_fields(geometry, Geometry)
+    for tokens, heads in (geometry[:2], geometry[2:4]):
+        if tokens * heads < 2:
+            raise ValueError(f"geometry: expected tiles of at least two rows, got {geometry}; set the heads to 2")
+
+
+def check_fields(geometry, kind: type) -> None:
+    """The rules for every field of a geometry of decode steps alone: `kind`'s, whose last two are pdl and the carveout."""
+    if not isinstance(geometry, kind):
+        raise TypeError(f"geometry: expected a {kind.__module__}.{kind.__name__}, got {type(geometry).__name__}")
     if not all(isinstance(n, int) for n in geometry):
         raise TypeError(f"geometry: expected integers, got {geometry}")
-    if any(n < 1 or n & (n - 1) for n in geometry[:5]):
+    if any(n < 1 or n & (n - 1) for n in geometry[:-2]):
         raise ValueError(f"geometry: expected powers of two, got {geometry}")
     if geometry.pdl not in (0, 1, 2, 3):
         raise ValueError(f"geometry: expected pdl of 0 to 3, got {geometry}")
     if not -1 <= geometry.carveout <= 100:
         raise ValueError(f"geometry: expected a carveout of -1 to 100 percent, got {geometry}")
-    for tokens, heads in (geometry[:2], geometry[2:4]):
-        if tokens * heads < 2:
-            raise ValueError(f"geometry: expected tiles of at least two rows, got {geometry}; set the heads to 2")
 
 
 def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int) -> Geometry:
@@ -78,12 +83,18 @@ def decode_geometry(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_d
     8/1/128 at 64 lose 2 to 5 % of the step, with it 32/8/128 at one token loses 1 to 3 %.
     """
     elements = num_tokens * (num_q_heads + 2 * num_kv_heads) * head_dim
-    warps = 1 if elements <= VERY_FEW_ELEMENTS else 4
-    access = 4 if VERY_FEW_ELEMENTS < elements <= FEW_ELEMENTS else 8  # elements a thread in each half of a head
-    rows = max(2, access * 32 * warps // power_of_two(head_dim // 2))
+    warps, rows, carveout = shape_of(elements, num_q_heads, head_dim)
     tiles = (*tile_of(num_q_heads, rows, warps > 1), *tile_of(max(num_kv_heads, 1), rows, warps > 1))
-    carveout = 100 if elements <= FEW_ELEMENTS and num_q_heads * head_dim < MANY_Q_COLUMNS else -1
     return Geometry(*tiles, warps, 1, carveout)
+
+
+def shape_of(elements: int, num_q_heads: int, head_dim: int) -> tuple[int, int, int]:
+    """(warps of a program, rows of its tile, carveout) of a launch that moves this many elements; `decode_geometry` says why."""
+    warps = 1 if elements <= _VERY_FEW_ELEMENTS else 4
+    access = 4 if _VERY_FEW_ELEMENTS < elements <= _FEW_ELEMENTS else 8  # elements a thread in each half of a head
+    rows = max(2, access * 32 * warps // power_of_two(head_dim // 2))
+    carveout = 100 if elements <= _FEW_ELEMENTS and num_q_heads * head_dim < _MANY_Q_COLUMNS else -1
+    return warps, rows, carveout
 
 
 def tile_of(num_heads: int, rows: int, several_tokens: bool) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from ..append.mla import check_mla
 from ..append.norm import LatentNorm
 from ..kernels.mla import rope_append_mla_kernel
 from .append import UNBOUNDED, Alignment
-from .decode import FEW_ELEMENTS, MANY_Q_COLUMNS, VERY_FEW_ELEMENTS, tile_of
+from .decode import check_fields, shape_of, tile_of
 from .platform import INTERPRETED, check_pdl, pdl_mode
 from .spec import Spec, Values
 from .tiles import power_of_two
@@ -39,18 +39,9 @@ class MLAGeometry(NamedTuple):
 
 def check_geometry(geometry) -> None:
     """Raise a TypeError or ValueError for a geometry no kernel can be built with."""
-    if not isinstance(geometry, MLAGeometry):
-        raise TypeError(f"geometry: expected a decode_rope.launch.mla.MLAGeometry, got {type(geometry).__name__}")
-    if not all(isinstance(n, int) for n in geometry):
-        raise TypeError(f"geometry: expected integers, got {geometry}")
-    if any(n < 1 or n & (n - 1) for n in geometry[:4]):
-        raise ValueError(f"geometry: expected powers of two, got {geometry}")
+    check_fields(geometry, MLAGeometry)
     if geometry.tokens_q * geometry.heads_q < 2:
         raise ValueError(f"geometry: expected Q tiles of at least two rows, got {geometry}; set heads_q to 2")
-    if geometry.pdl not in (0, 1, 2, 3):
-        raise ValueError(f"geometry: expected pdl of 0 to 3, got {geometry}")
-    if not -1 <= geometry.carveout <= 100:
-        raise ValueError(f"geometry: expected a carveout of -1 to 100 percent, got {geometry}")
 
 
 def mla_geometry(num_tokens: int, num_heads: int, rope_dim: int, latent_dim: int) -> MLAGeometry:
@@ -61,11 +52,8 @@ def mla_geometry(num_tokens: int, num_heads: int, rope_dim: int, latent_dim: int
     elements: an 8-byte one). A warp takes a latent of 512 elements, in two 16-byte accesses a thread.
     """
     elements = num_tokens * (num_heads * rope_dim + latent_dim + rope_dim)
-    warps = 1 if elements <= VERY_FEW_ELEMENTS else 4
-    access = 4 if VERY_FEW_ELEMENTS < elements <= FEW_ELEMENTS else 8  # elements a thread in each half of a row
-    rows = max(2, access * 32 * warps // power_of_two(rope_dim // 2))
+    warps, rows, carveout = shape_of(elements, num_heads, rope_dim)
     tokens = max(1, 512 * warps // power_of_two(max(latent_dim, rope_dim))) if warps > 1 else 1
-    carveout = 100 if elements <= FEW_ELEMENTS and num_heads * rope_dim < MANY_Q_COLUMNS else -1
     return MLAGeometry(*tile_of(num_heads, rows, warps > 1), tokens, warps, 1, carveout)
 
 

@@ -86,7 +86,6 @@ def _values(call: Append, device: torch.device, aligned: bool) -> Values:
     geometry = call.geometry or prefill_geometry(*sizes, alignment.holds, whole)
     facts |= {
         "CACHE": call.writes_cache,
-        "DV": call.v.shape[2] if call.writes_cache else head_dim,
         "RAGGED": call.cu_seqlens_q is not None,
         "BTQ": geometry.q.tokens,
         "BHQ": geometry.q.heads,

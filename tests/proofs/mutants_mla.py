@@ -8,6 +8,13 @@ REFERENCE, TABLES, COMPILED = "tests/mla/test_reference.py", "tests/mla/test_tab
 LEAVES = (OPTIONS, "-k", "leaves_what")
 
 FAULTS = {
+    "kernels/rotation.py": [
+        Fault("if PDL == 1 or (PDL == 2 and PREFETCH):", "if PDL == 3:", "kernels behind are scheduled late", lane=PLAIN,
+              tests=(CODEGEN, "-k", "dependents")),
+        Fault("        if not PREFETCH:\n            gdc_wait()\n            if PDL",
+              "        if not PREFETCH:\n            if PDL",
+              "nothing waits for earlier kernels", lane=PLAIN, tests=(CODEGEN, "-k", "dependents"), fast=True),
+    ],
     "kernels/mla.py": [
         Fault("(token >= first) & (token < last)", "(token < last)", "tokens before the first sequence are appended",
               tests=(ROWS, "-k", "behind")),
@@ -59,11 +66,6 @@ FAULTS = {
               tests=(ROWS, "-k", "past")),
         Fault("issue_loads(FENCE and not PREFETCH)\n    if ROTATES:", "if ROTATES:", "loads of latents may wait for other loads",
               lane=PLAIN, tests=(CODEGEN, "-k", "issued")),
-        Fault("if PDL == 1 or (PDL == 2 and PREFETCH):", "if PDL == 3:", "kernels behind are scheduled late", lane=PLAIN,
-              tests=(CODEGEN, "-k", "dependents")),
-        Fault("        if not PREFETCH:\n            gdc_wait()\n            if PDL",
-              "        if not PREFETCH:\n            if PDL",
-              "nothing waits for earlier kernels", lane=PLAIN, tests=(CODEGEN, "-k", "dependents"), fast=True),
         Fault("    if PREFETCH:\n        gdc_wait()\n        latent", "    if PREFETCH:\n        latent",
               "latents are read before earlier kernels have written them", lane=PLAIN, tests=(CODEGEN, "-k", "dependents")),
         Fault("if cos_sin_ptr is not None or Q_OUT else 0", "if True else 0", "Q that stays as it is gets programs",
