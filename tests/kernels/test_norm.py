@@ -24,10 +24,11 @@ from norm_cases import (
 )  # fmt: skip
 
 import decode_rope
-from decode_rope import QKNorm, axes, reference
+from decode_rope import QKNorm, reference
 from decode_rope.launch.decode import Geometry
 from decode_rope.launch.prefill import PrefillGeometry
 from decode_rope.launch.tiles import Tiles
+from decode_rope.tables import axes
 
 both = pytest.mark.parametrize("name", FUNCTIONS)
 GOOD_AND_PADDING = NormSpec(tokens=2, positions=(9, -1))  # the second row is passed through

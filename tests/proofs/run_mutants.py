@@ -9,8 +9,6 @@ no test looks at, and a stale one is code that changed without anybody asking wh
     python tests/proofs/run_mutants.py --fast      a choice of them, for every commit
     python tests/proofs/run_mutants.py --only WORD ...  --list  --jobs N  --json FILE
 
-mutants_host.py and mutants_kernels.py quote the files before they moved, and are not run until their texts are brought up to date.
-
 Exit code 1 if a mutant survives, if its text no longer occurs exactly once (stale), if it does not even import (broken), or if
 the test that saw it is red without it too. Mutants of the `gpu` lane need a CUDA device and are skipped without one.
 """
@@ -30,11 +28,13 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import mutants_host
+import mutants_kernels
 import mutants_mla
 import mutants_norm
 from mutant import GPU, LANES, Mutant, mutants
 
-MUTANTS = mutants(mutants_norm.FAULTS) + mutants(mutants_mla.FAULTS)
+MUTANTS = [m for module in (mutants_kernels, mutants_host, mutants_norm, mutants_mla) for m in mutants(module.FAULTS)]
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("decode_rope", "tests", "pyproject.toml")
 SECONDS = 300  # for the tests of one mutant; a mutant that hangs is one that was noticed

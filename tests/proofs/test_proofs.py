@@ -184,7 +184,6 @@ def test_reports_of_the_sanitizer_are_understood(tool, mode, code, text, result)
     assert run_sanitizer.read_report(tool, mode, code, text)["result"] == result
 
 
-@pytest.mark.xfail(reason="mutants quote the source as it was before it moved into rooms; rewrite them, then take this mark away")
 def test_every_mutant_can_be_made_and_parsed():
     """What this says of a mutant, `python tests/proofs/run_mutants.py` would say too, later."""
     assert len(MUTANTS) >= 25 and sum(m.fast for m in MUTANTS) >= 25
