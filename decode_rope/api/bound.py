@@ -18,7 +18,7 @@ class Prepared:
 
     A subclass has a `spec`, and sets `device`, `addressing` and `_fixed`, the fields that all its calls have. Its `_example` is a
     call such as it will be given, with tensors of the right shapes and no meaning; `_geometry_of` a number of tokens is what is
-    launched where none is fixed; `_appends` says whether a call needs a block table or slots; `_check_built_for` raises for a call
+    launched; `_appends` says whether a call needs a block table or slots; `_check_built_for` raises for a call
     that the op was not built for.
     """
 
@@ -36,7 +36,7 @@ class Prepared:
             return self
         done = set()
         for num_tokens in range(1, max_tokens + 1):
-            geometry = self._fixed["geometry"] or self._geometry_of(num_tokens)
+            geometry = self._geometry_of(num_tokens)
             if geometry not in done:
                 done.add(geometry)
                 call = self._example(num_tokens, torch.device("meta"))

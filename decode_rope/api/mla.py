@@ -253,7 +253,7 @@ class DecodeMLA(Prepared):
         )  # fmt: skip
 
     def _geometry_of(self, num_tokens: int) -> MLAGeometry:
-        return mla_geometry(num_tokens, self.num_heads, self.rope_dim, self.latent_dim)
+        return self._fixed["geometry"] or mla_geometry(num_tokens, self.num_heads, self.rope_dim, self.latent_dim)
 
     def _appends(self, call: MLAAppend) -> bool:
         return True

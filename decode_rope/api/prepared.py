@@ -229,7 +229,8 @@ class DecodeRope(Prepared):
         return self._bound(resolved(self._call(q, k, v, k_cache, v_cache, positions, **optional)))
 
     def _geometry_of(self, num_tokens: int) -> Geometry:
-        return decode_geometry(num_tokens, *self.heads[:3])
+        fixed = self.tuned.get(num_tokens) or self._fixed["geometry"]
+        return fixed or decode_geometry(num_tokens, *self.heads[:3])
 
     def _appends(self, call: Append) -> bool:
         return call.k is not None

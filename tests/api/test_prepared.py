@@ -26,6 +26,7 @@ from lanes import ON_GPU
 from random_cases import CPU_SIZES, GPU_SIZES, random_spec
 
 import decode_rope
+from decode_rope.api import bound
 from decode_rope.launch import compiled
 from decode_rope.launch import decode as geometry
 from decode_rope.launch.decode import Geometry
@@ -225,6 +226,17 @@ def test_an_op_that_cannot_be_built_on_its_table(name, device):
 def test_warmup_for_no_tokens(max_tokens, device):
     with pytest.raises(ValueError, match="max_tokens: expected an int of at least 1"):
         prepare(build(GOOD, device)).warmup(max_tokens)
+
+
+def test_warmup_covers_tuned_and_untuned_numbers_of_tokens(monkeypatch):
+    op = prepare(build(GOOD, "cpu"))
+    op.tuned[1] = Geometry(1, 2, 1, 2, 8, 0)
+    assert op._geometry_of(2) == geometry.decode_geometry(1, *op.heads[:3])  # untuned, 1 and 2 would share a kernel
+    planned = []
+    monkeypatch.setattr(bound.platform, "runs_reference", lambda device: False)
+    monkeypatch.setattr(bound, "Plan", lambda spec, call, device, aligned=True: planned.append((call.geometry, aligned)))
+    op.warmup(2)
+    assert planned == [(op.tuned[1], True), (op.tuned[1], False), (None, True), (None, False)]
 
 
 @anywhere
