@@ -94,12 +94,9 @@ def triton_attention(case: Case, meta: Meta) -> Attention:
     return attend
 
 
-def flashinfer_attention(case: Case, meta: Meta, pdl: bool | None = None) -> Attention:
-    """FlashInfer's CUDA-core batch decode, planned once for fixed lengths and safe to capture. `pdl` None is its own
-    choice: programmatic dependent launch wherever there is such a thing."""
-    wrapper_class = need("flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
-    model, csr = case.model, meta.csr
-    wrapper = wrapper_class(
+def decode_wrapper(case: Case, csr):
+    """FlashInfer's CUDA-core batch decode for the lengths in `csr`, safe to capture, not planned yet."""
+    return need("flashinfer", "BatchDecodeWithPagedKVCacheWrapper")(
         torch.zeros(128 << 20, dtype=torch.uint8, device=case.device),
         "NHD",
         use_cuda_graph=True,
@@ -107,6 +104,13 @@ def flashinfer_attention(case: Case, meta: Meta, pdl: bool | None = None) -> Att
         paged_kv_indices_buffer=csr.indices.clone(),
         paged_kv_last_page_len_buffer=csr.last_page_len.clone(),
     )
+
+
+def flashinfer_attention(case: Case, meta: Meta, pdl: bool | None = None) -> Attention:
+    """FlashInfer's CUDA-core batch decode, planned once for fixed lengths and safe to capture. `pdl` None is its own
+    choice: programmatic dependent launch wherever there is such a thing."""
+    model, csr = case.model, meta.csr
+    wrapper = decode_wrapper(case, csr)
     wrapper.plan(
         csr.indptr,
         csr.indices,

@@ -60,6 +60,7 @@ import torch
 from torch import Tensor
 
 from bench import timing
+from bench.attention import decode_wrapper
 from bench.buffers import Case, Layer, Meta, decode_meta, make_layers
 from bench.providers import Unavailable, first_line, load, missing
 from bench.report import environment
@@ -410,18 +411,9 @@ class FlashInferAttention:
     kind = "flashinfer"
 
     def __init__(self, cell: Cell) -> None:
-        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-
         case, model, csr = cell.case, cell.case.model, cell.meta.csr
         self.cell = cell
-        self.wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            torch.zeros(128 << 20, dtype=torch.uint8, device=case.device),
-            "NHD",
-            use_cuda_graph=True,
-            paged_kv_indptr_buffer=csr.indptr.clone(),
-            paged_kv_indices_buffer=csr.indices.clone(),
-            paged_kv_last_page_len_buffer=csr.last_page_len.clone(),
-        )
+        self.wrapper = decode_wrapper(case, csr)
         sizes = (model.num_q_heads, model.num_kv_heads, model.head_dim, case.page_size)
         self.wrapper.plan(*csr, *sizes, q_data_type=case.dtype, kv_data_type=case.dtype)
         self.plain, self.plan = self.wrapper._cached_module, [int(n) for n in self.wrapper._plan_info]

@@ -31,14 +31,14 @@ def at_the_edge(data: torch.Tensor, end: bool) -> torch.Tensor:
 
 
 def walled(case: Case, end: bool) -> Case:
-    """The same call with every tensor contiguous and at the edge of memory."""
+    """The same call, of `case`'s own class, with every tensor contiguous and at the edge of memory."""
     storages, views = {}, {}
     for name, view in case.views.items():
         views[name] = view
         if view is not None:
             storages[name] = at_the_edge(case[name], end)
             views[name] = view._replace(storage=name, stride=case[name].contiguous().stride(), offset=0)
-    return Case(storages, views, case.options, case.spec)
+    return type(case)(storages, views, case.options, case.spec)
 
 
 def signal_of(work: Callable[[], object]) -> int:

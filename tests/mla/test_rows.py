@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from guarded_memory import SEGMENTATION_FAULT, at_the_edge, signal_of
+from guarded_memory import SEGMENTATION_FAULT, signal_of, walled
 from latents import LatentCase, LatentSpec, build, check, run, run_reference
 
 import decode_rope
@@ -109,17 +109,6 @@ def build_with(case: LatentCase, slots: list[int]) -> LatentCase:
     other = case.clone()
     other["slot_mapping"].copy_(torch.tensor(slots))
     return other
-
-
-def walled(case: LatentCase, end: bool) -> LatentCase:
-    """The same call with every tensor contiguous and at the edge of memory."""
-    storages, views = {}, {}
-    for name, view in case.views.items():
-        views[name] = view
-        if view is not None:
-            storages[name] = at_the_edge(case[name], end)
-            views[name] = view._replace(storage=name, stride=case[name].contiguous().stride(), offset=0)
-    return LatentCase(storages, views, case.options, case.spec)
 
 
 @pytest.mark.kernel
