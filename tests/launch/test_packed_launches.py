@@ -200,6 +200,14 @@ def test_a_tensor_given_twice_is_looked_at_closely_once(changes, fake_driver, mo
     works(function_of(case), case, start)
 
 
+def test_slices_that_interleave_are_checked_once_for_all_memory(fake_driver, monkeypatch):
+    start = build(TABLE.but(activations="packed"), "cpu")
+    case, moved = start.clone(), start.clone()
+    works(function_of(case), case, start)
+    monkeypatch.setattr(DECODE_CALLS, "_check", None)
+    works(function_of(moved), moved, start)
+
+
 def test_kernels_are_compiled_without_contraction_and_with_their_warps(fake_driver):
     run(build(TABLE, "cpu"))
     (found,) = compiled._COMPILED.values()
