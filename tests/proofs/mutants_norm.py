@@ -159,7 +159,7 @@ FAULTS = {
     ],
     "launch/plan.py": [
         Fault("values.facts.get(ALIGNED_BY.get(role.kind)) is not None and",
-              "role.kind != 3 and values.facts.get(ALIGNED_BY.get(role.kind)) is not None and",
+              "role.kind != 4 and values.facts.get(ALIGNED_BY.get(role.kind)) is not None and",
               "addresses of weights are not looked at", tests=(NORM, "-k", "unaligned_weights")),
     ],
     "append/norm.py": [
