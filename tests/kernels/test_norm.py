@@ -265,8 +265,8 @@ DECODE_TILES = [(1, 2, 1, 2), (1, 8, 2, 1), (2, 1, 4, 1), (4, 4, 2, 2), (8, 2, 8
 PREFILL_TILES = [
     ((2, 1, 1), (2, 1, 1)), ((4, 2, 1), (2, 2, 1)), ((2, 2, 2), (8, 1, 1)), ((16, 1, 4), (4, 1, 2)), ((8, 4, 1), (16, 2, 1)),
 ]  # fmt: skip
-DECODE_GEOMETRIES = [Geometry(*tiles, warps, 0) for tiles in DECODE_TILES for warps in (1, 2, 4, 8)]
-PREFILL_GEOMETRIES = [PrefillGeometry(Tiles(*q), Tiles(*kv), warps) for q, kv in PREFILL_TILES for warps in (1, 4, 8)]
+DECODE_GEOMETRIES = [Geometry(*tiles, warps, 0) for tiles in DECODE_TILES for warps in (1, 4)]
+PREFILL_GEOMETRIES = [PrefillGeometry(Tiles(*q), Tiles(*kv), warps) for q, kv in PREFILL_TILES for warps in (4, 8)]
 MEMORY = {
     "aligned": NormSpec(q_weight=BF16, k_weight=BF16, v_norm=True),
     "unaligned": NormSpec(dtype=FP32, q_weight=BF16, k_weight=BF16, shift=1, weights_shift=1, order="after"),
@@ -289,7 +289,7 @@ def test_a_tile_changes_no_bit(device, on_gpu, memory):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 512])
+@pytest.mark.parametrize("head_dim", [80, 128, 512])
 def test_a_tile_changes_no_bit_of_any_head_size(device, head_dim):
     for order, rotary_dim, is_neox in (("before", head_dim, True), ("after", head_dim // 2, True), ("before", head_dim, False)):
         spec = NormSpec(
@@ -297,7 +297,7 @@ def test_a_tile_changes_no_bit_of_any_head_size(device, head_dim):
         )
         case = build(spec, device)
         want = run_reference(case.clone())
-        for name, geometries in (("decode", DECODE_GEOMETRIES), ("prefill", PREFILL_GEOMETRIES)):
+        for name, geometries in (("decode", DECODE_GEOMETRIES[::3]), ("prefill", PREFILL_GEOMETRIES[::4])):
             for geometry in geometries:
                 assert_same(run(case.clone(), with_geometry(name, geometry)), want)
 
