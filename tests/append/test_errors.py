@@ -28,13 +28,15 @@ def decode_arguments(bad: Bad, device, spoilt: bool = True) -> dict:
 
 def prefill_arguments(bad: Bad, device, spoilt: bool = True) -> dict:
     case = ragged(device)
-    changes = {name: moved(x, device) for name, x in bad.change(case).items()}
+    memories = {}
+    changes = {name: moved(x, device, memories) for name, x in bad.change(case).items()}
     return case.arguments() | (changes if spoilt else {})
 
 
 def rope_arguments(bad: Bad, device, spoilt: bool = True) -> dict:
     good = {"x": torch.ones(X, device=device), "cos_sin_cache": torch.ones(32, 32, device=device)}
-    changes = {name: x if getattr(x, "is_meta", False) else moved(x, device) for name, x in bad.change(None).items()}
+    memories = {}
+    changes = {name: moved(x, device, memories) for name, x in bad.change(None).items()}
     return good | (changes if spoilt else {})
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from cases import moved
 from norm_cases import BF16, FP32, FUNCTIONS, NormSpec, build, run
 
 import decode_rope
@@ -103,10 +104,7 @@ CASES += [(argument, wrong) for argument, found in ARGUMENTS.items() for wrong i
 
 
 def arguments_with(case, at: str, value) -> dict:
-    if isinstance(value, torch.Tensor) and value.device.type != "meta" and not value.requires_grad:
-        held = value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,))
-        value = held.to(case["q"].device).as_strided(value.shape, value.stride())  # `.to` alone would close the gaps
-    field = at.removeprefix("norm.")
+    value, field = moved(value, case["q"].device), at.removeprefix("norm.")
     return case.arguments() | ({"norm": case.norm._replace(**{field: value})} if field != at else {at: value})
 
 

@@ -214,12 +214,18 @@ class _Builder:
         return view
 
 
-def moved(x, device):
-    """A tensor in memory of `device` laid out alike, which `Tensor.to` does not promise; anything else as it is."""
-    if not isinstance(x, Tensor):
+def moved(x, device, memories: dict[int, Tensor] | None = None):
+    """A tensor in memory of `device` laid out alike, which `Tensor.to` does not promise; anything else as it is.
+
+    `memories` holds what was moved before, by its old address: tensors that shared memory share it again.
+    """
+    if not isinstance(x, Tensor) or x.is_meta:
         return x
-    memory = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-    return memory.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+    memories, storage = {} if memories is None else memories, x.untyped_storage()
+    if storage.data_ptr() not in memories:
+        memories[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage).to(device)
+    there = memories[storage.data_ptr()].view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+    return there.requires_grad_(x.requires_grad) if x.is_floating_point() else there
 
 
 def finite(shape, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -53,13 +53,13 @@ SPECS = {
     "ragged, slots": RAGGED.but(block_table=None, slots=[3, 9, 31, 16, 8, 4, 5, 6]),
     "three sequences": RAGGED.but(cu_seqlens=[0, 1, 5, 8], block_table=[[1, 5, 6], [2, 4, 6], [7, 0, 3]]),
     "five sequences": RAGGED.but(
-        cu_seqlens=[0, 1, 3, 5, 7, 8], block_table=[[1, 5, 6], [2, 4, 1], [7, 0, 3], [3, 2, 5], [6, 4, 0]]
+        cu_seqlens=[0, 1, 3, 5, 7, 8], block_table=[[1, 5, 6], [2, 4, 1], [7, 0, 3], [3, 5, 2], [6, 4, 0]]
     ),
-    "one sequence": RAGGED.but(cu_seqlens=[0, 8], block_table=[[2, 4, 6]]),
+    "one sequence": RAGGED.but(positions=[2, 3, 0, 1, 4, 5, 6, 9], cu_seqlens=[0, 8], block_table=[[2, 4, 6]]),
     **{f"rows: {name}": NORM.but(rows=name) for name in ROWS},
     **{f"cache: {name}": NORM.but(cache=name) for name in CACHES if name != "slots"},
     "cache: slots": SLOTS.but(cache="slots", norm=torch.bfloat16),
-    "cache: slots through a block table": NORM.but(cache="slots", positions=[1, 0, 4, 3, 2]),
+    "cache: slots through a block table": NORM.but(cache="slots", positions=[1, 0, 4, 3, 0]),
     **{f"{dtype}": PLAIN.but(dtype=dtype) for dtype in FLOATS},
 }
 TILES = {
